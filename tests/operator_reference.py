@@ -1,0 +1,94 @@
+"""Written-out forms that the operator is compared with: NumPy loops over tokens, sharing no code with the library."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Examples here are tiny, but the first one pays for imports and allocations.
+property_settings = settings(deadline=None, max_examples=40, derandomize=True)
+
+
+@st.composite
+def grids_and_blocks(draw, max_length: int = 7, max_count: int = 4, max_tokens: int = 72):
+    """Grids of one to three axes with block counts that need not divide them and may exceed them."""
+    axes = draw(st.integers(1, 3))
+    lengths = st.integers(1, max_length)
+    grid = draw(st.tuples(*[lengths] * axes).filter(lambda g: np.prod(g) <= max_tokens))
+    blocks = draw(st.tuples(*[st.integers(1, max_count)] * axes))
+    return grid, blocks
+
+
+def blocks_of_tokens(grid: tuple[int, ...], blocks: tuple[int, ...]) -> list[int]:
+    """The block of each token, by looking every coordinate up among the cuts floor(i * G / n)."""
+    result = []
+    for coordinates in itertools.product(*(range(length) for length in grid)):
+        block = 0
+        for x, length, count in zip(coordinates, grid, blocks, strict=True):
+            inside = [i for i in range(count) if i * length // count <= x < (i + 1) * length // count]
+            assert len(inside) == 1
+            block = block * count + inside[0]
+        result.append(block)
+    return result
+
+
+def looped_attention(
+    query, key, value, mixing, token_blocks, normalize=True, eps=1e-6, rotary=None, key_mask=None, causal=False
+):
+    """Σ_t m[block(q), block(t)] φ(q)·φ(k_t) v_t for one query after the other, in float64."""
+    query, key, value, mixing = (x.detach().double().numpy() for x in (query, key, value, mixing))
+    top_query, top_key = (x.detach().double().numpy() for x in rotary) if rotary is not None else (query, key)
+    batch, tokens, heads, _ = query.shape
+    out = np.zeros(value.shape)
+    token_blocks = np.asarray(token_blocks)
+    for b, h, n in itertools.product(range(batch), range(heads), range(tokens)):
+        weights = mixing[token_blocks[n], token_blocks].copy()
+        if key_mask is not None:
+            weights[~key_mask[b].numpy()] = 0
+        if causal:
+            weights[n + 1 :] = 0
+        out[b, n, h] = (weights * (top_key[b, :, h] @ top_query[b, n, h])) @ value[b, :, h]
+        if normalize:
+            out[b, n, h] /= weights @ (key[b, :, h] @ query[b, n, h]) + eps
+    return torch.from_numpy(out)
+
+
+def rotated(x: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding by sequence position: channel pairs (2c, 2c + 1) turned by position / 10^c."""
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    position = torch.arange(x.shape[1], dtype=torch.float64)[:, None, None]
+    angle = position / 10.0 ** torch.arange(pairs.shape[-1], dtype=torch.float64)
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2).to(x.dtype)
+
+
+def random_inputs(seed, batch, tokens, heads, dim, value_dim, dtype=torch.float64):
+    """Nonnegative query and key features with exact zeros, as relu leaves them, and values of either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(batch, tokens, heads, dim, generator=generator, dtype=dtype).relu() for _ in range(2))
+    value = torch.randn(batch, tokens, heads, value_dim, generator=generator, dtype=dtype)
+    return query, key, value, generator
+
+
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest deviation over the largest expected value."""
+    assert result.shape == expected.shape
+    result, expected = result.detach().double(), expected.detach().double()
+    return ((result - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the number of elements of the largest tensor that any operation returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.numel = max(self.numel, x.numel())
+        return out
