@@ -7,7 +7,6 @@ token block b keeps a key-value summary S_b and a normaliser z_b; a query in blo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import reduce
 
 import torch
@@ -15,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 from .errors import UserError
-from .feature_maps import at_least_float32
+from .feature_maps import at_least_float32, no_autocast
 from .layout import BlockLayout
 
 Mixing = Tensor | Sequence[Tensor]
@@ -55,7 +54,7 @@ def mhla_attention(
     """
     _check_shapes(query, key, value, layout, rotary, key_mask)
     _check_mixing(mixing, layout)
-    with _no_autocast(query):
+    with no_autocast(query):
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         key_blocks = _head_blocks(_masked(numerator_key, key_mask), layout)  # (B, H, M, L, D)
         summaries = key_blocks.mT @ _head_blocks(value, layout)  # (B, H, M, D, E)
@@ -80,9 +79,9 @@ def linear_attention(
     rotary: tuple[Tensor, Tensor] | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Vanilla linear attention (Katharopoulos et al. 2020): one summary that every query shares. As `mhla_attention`."""
+    """Vanilla linear attention (Katharopoulos et al. 2020): all queries share one summary. As `mhla_attention`."""
     _check_shapes(query, key, value, None, rotary, key_mask)
-    with _no_autocast(query):
+    with no_autocast(query):
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         numerator_query, numerator_key, values = (
             rearrange(at_least_float32(x), "b n h d -> b h n d")
@@ -105,7 +104,7 @@ def mhla_attention_matrix(
     rotary: tuple[Tensor, Tensor] | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """The N×N attention matrix that `mhla_attention` applies without forming it: the reference for tests and diagnostics.
+    """The N×N matrix that `mhla_attention` applies without forming it: the reference for tests and diagnostics.
 
     A[q, t] = m[block(q), block(t)] φ(q)·φ(k_t), each row divided by its sum over the unrotated features plus eps.
 
@@ -163,11 +162,6 @@ def _masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
     return key if key_mask is None else key.masked_fill(~key_mask[:, :, None, None], 0)
 
 
-def _no_autocast(x: Tensor) -> AbstractContextManager:
-    """Mixed precision must not undo the float32 sums."""
-    return torch.autocast(device_type=x.device.type, enabled=False)
-
-
 def _check_shapes(
     query: Tensor,
     key: Tensor,
@@ -182,7 +176,7 @@ def _check_shapes(
     if query.shape != key.shape:
         raise UserError(f"query {tuple(query.shape)} and key {tuple(key.shape)} must have the same shape.")
     if value.shape[:3] != key.shape[:3]:
-        raise UserError(f"value {tuple(value.shape)} must agree with key {tuple(key.shape)} in batch, tokens and heads.")
+        raise UserError(f"value {tuple(value.shape)} must match key {tuple(key.shape)} in batch, tokens and heads.")
     if layout is not None and query.shape[1] != layout.num_tokens:
         raise UserError(f"query has {query.shape[1]} tokens, but grid={layout.grid} has {layout.num_tokens}.")
     if rotary is not None and (rotary[0].shape[:3] != query.shape[:3] or rotary[0].shape != rotary[1].shape):

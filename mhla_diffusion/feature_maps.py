@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -60,16 +62,18 @@ class IdentityMap(FeatureMap):
 class PositiveRandomMap(FeatureMap):
     """Positive orthogonal random features of the softmax kernel (Choromanski et al. 2021, eq. 5 and section 3).
 
-    φ(x) = exp(W x' − |x'|²/2 − c) / sqrt(D) with x' = x D^(-1/4), and c the largest exponent (per query; per head for keys),
-    which cancels in the normalised output and keeps exp from overflowing. W is drawn once from a fixed seed and saved
-    with the model.
+    φ(x) = exp(W x' − |x'|²/2 − c) / sqrt(D) with x' = x D^(-1/4), and c the largest exponent (per query; per head for
+    keys), which cancels in the normalised output and keeps exp from overflowing. W is drawn once from a fixed seed and
+    saved with the model.
     """
 
     def __init__(self, heads: int, head_dim: int) -> None:
         super().__init__(heads, head_dim)
         generator = torch.Generator().manual_seed(0)
         gaussian = torch.randn(heads, head_dim, head_dim, generator=generator, device="cpu", dtype=torch.float32)
-        orthogonal, _ = torch.linalg.qr(gaussian)
+        orthogonal, triangle = torch.linalg.qr(gaussian)
+        # QR leaves each column's sign to the diagonal of R; without this every row would point to one side.
+        orthogonal = orthogonal * triangle.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)
         norms = torch.randn(heads, head_dim, head_dim, generator=generator, device="cpu").norm(dim=-1, keepdim=True)
         self.register_buffer("projection", orthogonal.mT * norms)
 
@@ -82,11 +86,11 @@ class PositiveRandomMap(FeatureMap):
 
     def _exponents(self, x: Tensor) -> Tensor:
         x = at_least_float32(x) * self.head_dim**-0.25
-        return torch.einsum("bnhd,hfd->bnhf", x, self.projection.to(x.dtype)) - x.square().sum(-1, keepdim=True) / 2
+        return _project(x, self.projection) - x.square().sum(-1, keepdim=True) / 2
 
 
 class HedgehogMap(FeatureMap):
-    """Learned map φ(x) = softmax([y, −y]), y = W x, with 2D features (Zhang et al. 2024, "The Hedgehog & the Porcupine").
+    """Learned map φ(x) = softmax([y, −y]), y = W x, with 2D features (Zhang et al. 2024, Hedgehog).
 
     One W per feature head, separate for queries and keys, starting at D^(-1/4)·I so that products of y start at softmax
     attention's scale. Made for layers that were trained with softmax.
@@ -107,7 +111,7 @@ class HedgehogMap(FeatureMap):
 
     @staticmethod
     def _learned(x: Tensor, weight: Tensor) -> Tensor:
-        y = at_least_float32(torch.einsum("bnhd,hfd->bnhf", x, weight.to(x.dtype)))
+        y = _project(at_least_float32(x), weight)
         return torch.cat([y, -y], dim=-1).softmax(dim=-1)
 
 
@@ -123,7 +127,8 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 def check_feature_map(name: str) -> str:
     """Return `name` if it is a known feature map, else raise a UserError that lists them."""
     if name not in FEATURE_MAPS:
-        raise UserError(f"feature_map={name!r} is unknown{nearest(str(name), FEATURE_MAPS)}; known: {', '.join(FEATURE_MAPS)}.")
+        known = ", ".join(FEATURE_MAPS)
+        raise UserError(f"feature_map={name!r} is unknown{nearest(str(name), FEATURE_MAPS)}; known: {known}.")
     return name
 
 
@@ -139,3 +144,14 @@ def build_feature_map(name: str, heads: int, head_dim: int) -> FeatureMap:
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32, or unchanged if it is already float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def no_autocast(x: Tensor) -> AbstractContextManager:
+    """Computations on `x` keep their dtype inside: mixed precision must not undo float32."""
+    return torch.autocast(device_type=x.device.type, enabled=False)
+
+
+def _project(x: Tensor, weight: Tensor) -> Tensor:
+    """W x per head: (B, N, H, D) with (H, F, D) to (B, N, H, F), in the dtype of `x`, autocast or not."""
+    with no_autocast(x):
+        return torch.einsum("bnhd,hfd->bnhf", x, weight.to(x.dtype))
