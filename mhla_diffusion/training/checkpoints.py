@@ -1,0 +1,298 @@
+"""Checkpoints that appear whole or not at all, and that hold tensors and JSON only.
+
+A folder is written under a temporary name, forced to disk and renamed; what has no final name was never finished and is
+swept away at the next start. Weights, moving average and optimiser state are stored by parameter name and in full, so
+that a checkpoint does not depend on how many processes wrote it or how they shared the weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from diffusers.training_utils import EMAModel
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..errors import UserError
+
+TEMPORARY = ".tmp-"
+STEP_FOLDER = re.compile(r"step-(\d{8})")
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+
+
+# Whole or not at all -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Give a temporary folder to fill; when the block ends without an error it becomes `target`, replacing an old one.
+
+    At any moment a kill leaves the old folder, the new one, or (for an instant) the old one under a name from which
+    `sweep` restores it.
+    """
+    temporary = target.with_name(f"{TEMPORARY}{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        for path in temporary.rglob("*"):
+            _sync(path)
+        _sync(temporary)
+        replaced = target.with_name(f"{TEMPORARY}old-{target.name}")
+        if target.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            target.rename(replaced)
+        temporary.rename(target)
+        _sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader finds the old content or the new one, never a part."""
+    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+    temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
+    temporary.rename(path)
+    _sync(path.parent)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what an interrupted save left in `folder`, and put back a folder whose replacement did not arrive."""
+    for path in folder.glob(f"{TEMPORARY}old-*"):
+        target = path.with_name(path.name.removeprefix(f"{TEMPORARY}old-"))
+        if not target.exists():
+            path.rename(target)
+    for path in folder.glob(f"{TEMPORARY}*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def on_main_process(accelerator: Accelerator, function: Callable[[], Any]) -> Any:
+    """Run `function` on the main process; its result, or its `UserError`, reaches every process."""
+    outcome: list[Any] = [None, None]
+    failure: BaseException | None = None
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = function()
+        except UserError as error:
+            outcome[1], failure = str(error), error
+        except BaseException as error:
+            outcome[1], failure = repr(error), error
+    if accelerator.num_processes > 1:
+        broadcast_object_list(outcome)
+    if failure is not None:
+        raise failure
+    if outcome[1] is not None:
+        raise UserError(outcome[1])
+    return outcome[0]
+
+
+# The training state --------------------------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    folder: Path,
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ema: EMAModel | None,
+    state: dict[str, Any],
+) -> None:
+    """Write the training state as `folder`; every process must call it, the main one writes.
+
+    `model` is the unwrapped model and `optimizer` the torch one; `state` is plain data for `state.json`. Raises
+    `UserError` in one sentence when the disk is full or not writable, leaving earlier checkpoints as they were.
+    """
+    parts = {
+        "model": lambda: named_weights(model),
+        "optimizer": lambda: optimizer_tensors(model, optimizer),
+    }
+    if ema is not None:
+        parts["ema"] = lambda: named_ema(model, ema)
+
+    writer = contextlib.ExitStack()
+
+    def begin() -> None:
+        with _as_user_error(folder):
+            begin.path = writer.enter_context(whole_folder(folder))
+
+    def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
+        with _as_user_error(folder):
+            save_file(tensors, begin.path / f"{name}.safetensors")
+
+    def finish() -> None:
+        with _as_user_error(folder):
+            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            (begin.path / "state.json").write_text(json.dumps({**state, "param_groups": groups}), encoding="utf-8")
+            writer.close()
+
+    try:
+        on_main_process(accelerator, begin)
+        for name, collect in parts.items():
+            tensors = {key: _whole_on_cpu(tensor, accelerator) for key, tensor in collect().items()}
+            on_main_process(accelerator, lambda name=name, tensors=tensors: write(name, tensors))
+        on_main_process(accelerator, finish)
+    except BaseException as error:
+        with contextlib.suppress(BaseException):  # takes the temporary folder away
+            writer.__exit__(type(error), error, error.__traceback__)
+        raise
+
+
+def load_checkpoint(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMAModel | None
+) -> dict[str, Any]:
+    """Put the state saved in `folder` into the unwrapped model, the torch optimiser and the EMA; return `state.json`.
+
+    Raises `UserError` when a file is missing, damaged, or does not fit the model.
+    """
+    state = read_state(folder)
+    with _readable(folder / "model.safetensors") as weights:
+        _copy_all(weights, named_weights(model), folder / "model.safetensors")
+    if ema is not None:
+        with _readable(folder / "ema.safetensors") as weights:
+            _copy_all(weights, named_ema(model, ema), folder / "ema.safetensors")
+        ema.optimization_step = state["step"]
+    with _readable(folder / "optimizer.safetensors") as tensors:
+        _load_optimizer(tensors, model, optimizer, folder / "optimizer.safetensors")
+    return state
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint folder."""
+    try:
+        return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"checkpoint {folder} cannot be read: state.json: {error}") from None
+
+
+def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and the saved buffers of `model` by name; a tensor shared by two modules comes once."""
+    saved = model.state_dict()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
+    return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
+
+
+def named_ema(model: nn.Module, ema: EMAModel) -> dict[str, torch.Tensor]:
+    """The moving average by parameter name."""
+    names = [name for name, _ in model.named_parameters()]
+    return dict(zip(names, ema.shadow_params, strict=True))
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """The optimiser's state as `PARAMETER/STATE` tensors, e.g. `proj_out_2.weight/exp_avg`."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        f"{names[id(parameter)]}/{key}": value
+        for parameter, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+
+
+def _load_optimizer(tensors: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    parameters = dict(model.named_parameters())
+    for name in tensors.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+        owner, key = name.rsplit("/", 1)
+        if owner not in parameters:
+            raise UserError(f"{path} has state of {owner!r}, which the model does not have")
+        value, like = tensors.get_tensor(name), parameters[owner].detach()
+        # Adam's step counter stays where torch keeps it; the averages live as the parameter does.
+        optimizer.state[parameters[owner]][key] = value if value.ndim == 0 else _placed_like(value, like).clone()
+
+
+def _copy_all(source: Any, targets: dict[str, torch.Tensor], path: Path) -> None:
+    found = set(source.keys())
+    if missing := sorted(targets.keys() - found):
+        raise UserError(f"{path} lacks {missing[0]!r}, which the model has ({len(missing)} missing in all)")
+    if extra := sorted(found - targets.keys()):
+        raise UserError(f"{path} has {extra[0]!r}, which the model lacks ({len(extra)} extra in all)")
+    with torch.no_grad():
+        for name, target in targets.items():
+            value = source.get_tensor(name)
+            if value.shape != target.shape:
+                raise UserError(f"{path}: {name} has shape {tuple(value.shape)}; {tuple(target.shape)} is expected")
+            target.copy_(_placed_like(value, target))
+
+
+def _placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    value = value.to(like.device)
+    return distribute_tensor(value, like.device_mesh, like.placements) if isinstance(like, DTensor) else value
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor of one that may be sharded; every process must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole_on_cpu(tensor: torch.Tensor, accelerator: Accelerator) -> torch.Tensor:
+    tensor = whole_tensor(tensor.detach())
+    return tensor.cpu().contiguous() if accelerator.is_main_process else tensor.new_empty(0)
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"checkpoint {path} cannot be read: {error}") from None
+
+
+@contextlib.contextmanager
+def _as_user_error(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        kept = checkpoints(folder.parent)
+        last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"checkpoint {folder} cannot be written: {reason}; {last}") from error
+
+
+# The checkpoints of a run --------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(STEP_FOLDER.fullmatch(folder.name)[1])
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints in `folder`, oldest first."""
+    found = [path for path in folder.glob("step-*") if STEP_FOLDER.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, key=step_of)
+
+
+def prune_checkpoints(folder: Path, keep_last: int, keep_every: int) -> None:
+    """Keep the `keep_last` newest checkpoints, and those at multiples of `keep_every` steps (0: none)."""
+    for path in checkpoints(folder)[:-keep_last]:
+        if not (keep_every and step_of(path) % keep_every == 0):
+            gone = path.with_name(f"{TEMPORARY}gone-{path.name}")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.rename(gone)  # a checkpoint that is half deleted must not look like one
+            shutil.rmtree(gone, ignore_errors=True)

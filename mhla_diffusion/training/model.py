@@ -1,0 +1,176 @@
+"""The model that a config asks for: built or loaded, retrofitted, fitted to the data's classes, and what of it learns."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline
+from torch import nn
+
+from ..backbones import FAMILIES
+from ..backbones.family import Family
+from ..errors import UserError, nearest
+from ..processor import MHLAConfig
+from ..retrofit import apply_mhla
+from .config import ModelOptions, TrainOptions
+from .metrics import mixing_parameters
+
+
+def load_model(
+    options: ModelOptions, num_classes: int, say: Callable[[str], None] = print
+) -> tuple[Family, nn.Module, dict[str, Any]]:
+    """The family, the float32 transformer and the pipeline's other components (VAE, scheduler, …).
+
+    Raises `UserError` for an unknown family or preset, a checkpoint that cannot be read or is of another family, and
+    attention that the checkpoint cannot have.
+    """
+    if options.family not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise UserError(f"model.family is {options.family!r}; {known} are accepted{nearest(options.family, FAMILIES)}")
+    family = FAMILIES[options.family]
+    mhla = _mhla_config(options, family)
+
+    if options.pretrained is None:
+        model = _build(family, options, mhla)
+        family.set_num_classes(model, num_classes)
+    else:
+        model = _load_transformer(family, options.pretrained, options.overrides)
+        model = _set_attention(model, options, mhla)
+        replaced = family.set_num_classes(model, num_classes)
+        if replaced is not None:
+            say(f"the label table of {replaced} classes is replaced by a new one of {num_classes}; all else is kept")
+
+    components = _load_components(options.components or options.pretrained)
+    return family, model, components
+
+
+def choose_trainable(family: Family, model: nn.Module, options: TrainOptions) -> int:
+    """Freeze what `train.trainable` leaves out; return the number of parameters that learn."""
+    fixed = [p for p in model.parameters() if not p.requires_grad]  # mixing with learn_mixing=False stays fixed
+    if options.trainable != "all":
+        model.requires_grad_(False)
+        for block in family.blocks_of(model):
+            learning = block.attn1 if options.trainable == "attention" else block.attn1.processor
+            if isinstance(learning, nn.Module):
+                learning.requires_grad_(True)
+        for parameter in fixed:
+            parameter.requires_grad_(False)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if count == 0:
+        raise UserError(
+            f"train.trainable is {options.trainable!r}, but the model has no such weights; 'all' is accepted"
+        )
+    return count
+
+
+def parameter_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, Any]]:
+    """AdamW groups: the mixing weights apart, with their own learning rate and no weight decay."""
+    mixing = [p for p in mixing_parameters(model) if p.requires_grad]
+    apart = {id(p) for p in mixing}
+    others = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
+    mixing_lr = options.lr if options.mixing_lr is None else options.mixing_lr
+    groups = [
+        {"params": others, "lr": options.lr, "weight_decay": options.weight_decay, "name": "weights"},
+        {"params": mixing, "lr": mixing_lr, "weight_decay": 0.0, "name": "mixing"},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _mhla_config(options: ModelOptions, family: Family) -> MHLAConfig | None:
+    if options.attention == "softmax":
+        if options.mhla:
+            raise UserError("model.mhla is given but model.attention is 'softmax'; set model.attention=mhla")
+        return None
+    fields = dict(options.mhla)
+    if options.attention == "linear":
+        fields |= {"blocks": family.linear_blocks, "learn_mixing": False}
+    return MHLAConfig.from_dict({**family.default_config.to_dict(), **fields})
+
+
+def _build(family: Family, options: ModelOptions, mhla: MHLAConfig | None) -> nn.Module:
+    try:
+        return family.build_model(options.preset, None if mhla is None else mhla.to_dict(), **options.overrides)
+    except TypeError as error:
+        raise UserError(f"model.overrides does not suit the model: {error}") from None
+
+
+def _load_transformer(family: Family, path: str, overrides: dict[str, Any]) -> nn.Module:
+    place: dict[str, Any] = {"subfolder": "transformer"} if _is_pipeline(path) else {}
+    try:
+        saved = family.base_class.load_config(path, **place)
+    except (OSError, ValueError) as error:
+        raise _unreadable(path, error) from None
+    classes = {c.__name__: c for c in (family.base_class, family.model_class)}
+    found = saved.get("_class_name")
+    if found not in classes:
+        raise UserError(f"model.pretrained {path!r} holds a {found}; {' and '.join(classes)} are accepted")
+    try:
+        return classes[found].from_pretrained(path, torch_dtype=torch.float32, **place, **overrides)
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, TypeError) as error:
+        raise _unreadable(path, error) from None
+
+
+def _set_attention(model: nn.Module, options: ModelOptions, mhla: MHLAConfig | None) -> nn.Module:
+    current = getattr(model, "mhla_config", None)
+    if mhla is None:
+        if current is not None:
+            raise UserError(
+                f"model.attention is 'softmax', but {options.pretrained!r} has MHLA attention; set it to mhla"
+            )
+        return model
+    if current is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it must be fine-tuned, which is what happens next
+            return apply_mhla(model, mhla)
+    if options.mhla or options.attention == "linear":
+        wanted = {**current.to_dict(), **{key: mhla.to_dict()[key] for key in ({*options.mhla} or {"blocks"})}}
+        if wanted != current.to_dict():
+            raise UserError(
+                f"{options.pretrained!r} already has MHLA attention ({current}), which model.mhla={options.mhla} would "
+                "change; leave model.mhla empty to keep it"
+            )
+    return model
+
+
+def _load_components(path: str | None) -> dict[str, Any]:
+    """The parts of a saved pipeline other than its transformer; none where `path` is a bare transformer."""
+    if path is None or not _is_pipeline(path):
+        return {}
+    index = DiffusionPipeline.load_config(path)
+    components: dict[str, Any] = {}
+    for name, entry in index.items():
+        if name == "id2label" or name.startswith("_") or name == "transformer":
+            continue
+        if isinstance(entry, (list, tuple)) and len(entry) == 2 and entry[0] is not None:
+            kind = getattr(importlib.import_module(entry[0]), entry[1])
+            try:
+                components[name] = kind.from_pretrained(path, subfolder=name)
+            except (OSError, ValueError) as error:
+                raise _unreadable(f"{path}/{name}", error) from None
+    for part in components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    return components
+
+
+def _is_pipeline(path: str) -> bool:
+    if Path(path).is_dir():
+        return (Path(path) / "model_index.json").is_file()
+    if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise UserError(f"{path!r} is neither a folder nor a hub id like owner/name")
+    try:
+        DiffusionPipeline.load_config(path)
+    except OSError:
+        return False  # a bare transformer, or nothing; loading that says which
+    return True
+
+
+def _unreadable(path: str, error: Exception) -> UserError:
+    return UserError(f"model.pretrained {path!r} cannot be read: {' '.join(str(error).split())}")
