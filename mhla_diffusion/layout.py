@@ -142,7 +142,7 @@ class BlockLayout:
 def choose_blocks(grid: tuple[int, ...]) -> tuple[int, ...]:
     """Block counts for a grid such that M² ≤ N: many blocks, as cubic as they come, dividing the grid if they can.
 
-    M² ≤ N keeps the mixing (M² D²) no dearer than the rest of the operator (N D²); it is a rule of cost, not of quality.
+    M² ≤ N keeps the mixing (M² D²) no dearer than the rest of the operator (N D²): a rule of cost, not of quality.
     """
     grid = check_counts("grid", grid)
     most = math.isqrt(math.prod(grid))

@@ -81,9 +81,9 @@ class BlockMixing(nn.Module):
 def initial_mixing(blocks: tuple[int, ...], locality: float = 1.0, normalize: bool = True) -> Tensor:
     """The (M, M) float32 mixing before training.
 
-    The local value is m_ij ∝ 1 − dist(i, j) / max_k dist(i, k) with rows that sum to one (paper, section 4.2); distances
-    are Euclidean between block centres, counted in blocks. `locality` blends it with the constant 1/M (or 1 without the
-    normaliser) of vanilla linear attention.
+    The local value is m_ij ∝ 1 − dist(i, j) / max_k dist(i, k) with rows that sum to one (paper, section 4.2), the
+    distances Euclidean between block centres, counted in blocks. `locality` blends it with the constant 1/M (or 1
+    without the normaliser) of vanilla linear attention.
     """
     if not 0.0 <= locality <= 1.0:
         raise UserError(f"locality={locality} must lie between 0 (vanilla linear attention) and 1 (local).")

@@ -1,0 +1,26 @@
+"""Multi-head linear attention (MHLA) for diffusers."""
+
+from .attention import linear_attention, mhla_attention, mhla_attention_matrix
+from .backbones import MHLADiTTransformer2DModel
+from .layout import BlockLayout
+from .mixing import BlockMixing
+from .processor import MHLAConfig, MHLAProcessor
+from .retrofit import apply_mhla
+
+# Last, since pipelines stand on all of the above; importing them is what lets DiffusionPipeline load what they save.
+from . import pipelines  # isort: skip
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockLayout",
+    "BlockMixing",
+    "MHLAConfig",
+    "MHLADiTTransformer2DModel",
+    "MHLAProcessor",
+    "apply_mhla",
+    "linear_attention",
+    "mhla_attention",
+    "mhla_attention_matrix",
+    "pipelines",
+]

@@ -1,0 +1,298 @@
+"""DiT: class-conditional image diffusion (Peebles and Xie 2023), softmax attention on a square grid of patches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import DDIMScheduler, DDPMScheduler, DiTTransformer2DModel
+from diffusers.configuration_utils import register_to_config
+from diffusers.loaders import PeftAdapterMixin
+from diffusers.models.attention import AttentionMixin
+from diffusers.models.attention_processor import AttnProcessor2_0
+from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings, LabelEmbedding
+
+# Loading a saved pipeline, diffusers looks for ModelMixin in the module that defines the model class.
+from diffusers.models.modeling_utils import ModelMixin  # noqa: F401
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..processor import MHLAConfig, MHLAProcessor
+from .family import Family, Objective
+from .model import MHLAModelMixin, first_argument
+
+
+class DiTFamily(Family):
+    """diffusers' DiTTransformer2DModel and DiTPipeline."""
+
+    name = "dit"
+    default_config = MHLAConfig(blocks=(4, 4))
+    linear_blocks = (1, 1)
+    trained_with_softmax = True
+    presets = {
+        f"DiT-{size}/2": {
+            "num_layers": depth,
+            "num_attention_heads": heads,
+            "attention_head_dim": width // heads,
+            "in_channels": 4,
+            "out_channels": 8,
+            "patch_size": 2,
+            "num_embeds_ada_norm": 1000,
+            "share_embedder": True,
+        }
+        for size, depth, width, heads in (
+            ("S", 12, 384, 6),
+            ("B", 12, 768, 12),
+            ("L", 24, 1024, 16),
+            ("XL", 28, 1152, 16),
+        )
+    }
+
+    @property
+    def base_class(self) -> type[nn.Module]:
+        return DiTTransformer2DModel
+
+    @property
+    def model_class(self) -> type[nn.Module]:
+        return MHLADiTTransformer2DModel
+
+    def model_defaults(self) -> dict[str, Any]:
+        return {"share_embedder": False}
+
+    def own_processor(self) -> Any:
+        return AttnProcessor2_0()
+
+    def blocks_of(self, model: nn.Module) -> Sequence[nn.Module]:
+        return model.transformer_blocks
+
+    @staticmethod
+    def tell_grid(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if isinstance(block.attn1.processor, MHLAProcessor):
+            side = math.isqrt(first_argument(args, kwargs).shape[1])
+            block.attn1.processor.grid = (side, side)
+
+    def usual_grid(self, model: nn.Module) -> tuple[int, ...]:
+        side = model.config.sample_size // model.config.patch_size
+        return (side, side)
+
+    def objective(self, **options: Any) -> Objective:
+        return DiTObjective(**options)
+
+    def pipeline_class(self) -> type:
+        from ..pipelines import MHLADiTPipeline
+
+        return MHLADiTPipeline
+
+    def build_pipeline(self, transformer: nn.Module, components: Mapping[str, Any]) -> Any:
+        scheduler = components.get("scheduler") or DDIMScheduler(
+            num_train_timesteps=1000, beta_schedule="linear", beta_start=1e-4, beta_end=0.02, clip_sample=False
+        )
+        return self.pipeline_class()(
+            transformer=transformer,
+            vae=components.get("vae"),
+            scheduler=scheduler,
+            id2label=components.get("id2label"),
+        )
+
+    @torch.no_grad()
+    def encode(
+        self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]
+    ) -> Tensor:
+        vae = components.get("vae")
+        if vae is None:
+            return images
+        posterior = vae.encode(images.to(vae.dtype)).latent_dist
+        noise = torch.stack([torch.randn(posterior.mean.shape[1:], generator=g) for g in generators])
+        sample = posterior.mean + posterior.std * noise.to(posterior.mean)
+        return sample * vae.config.scaling_factor
+
+
+DIT = DiTFamily()
+
+
+class MHLADiTTransformer2DModel(MHLAModelMixin, DiTTransformer2DModel, AttentionMixin, PeftAdapterMixin):
+    """DiTTransformer2DModel with MHLA in its self-attention layers.
+
+    Args: those of the base class, and
+        share_embedder: one timestep and label embedder for the whole model, as published, in place of diffusers' one
+            per block (whose copies are equal in converted checkpoints).
+        mhla: fields of MHLAConfig; None keeps softmax attention everywhere.
+    """
+
+    family = DIT
+
+    @register_to_config
+    def __init__(
+        self,
+        num_attention_heads: int = 16,
+        attention_head_dim: int = 72,
+        in_channels: int = 4,
+        out_channels: int | None = None,
+        num_layers: int = 28,
+        dropout: float = 0.0,
+        norm_num_groups: int = 32,
+        attention_bias: bool = True,
+        sample_size: int = 32,
+        patch_size: int = 2,
+        activation_fn: str = "gelu-approximate",
+        num_embeds_ada_norm: int | None = 1000,
+        upcast_attention: bool = False,
+        norm_type: str = "ada_norm_zero",
+        norm_elementwise_affine: bool = False,
+        norm_eps: float = 1e-5,
+        share_embedder: bool = False,
+        mhla: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            num_attention_heads=num_attention_heads,
+            attention_head_dim=attention_head_dim,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            num_layers=num_layers,
+            dropout=dropout,
+            norm_num_groups=norm_num_groups,
+            attention_bias=attention_bias,
+            sample_size=sample_size,
+            patch_size=patch_size,
+            activation_fn=activation_fn,
+            num_embeds_ada_norm=num_embeds_ada_norm,
+            upcast_attention=upcast_attention,
+            norm_type=norm_type,
+            norm_elementwise_affine=norm_elementwise_affine,
+            norm_eps=norm_eps,
+        )
+        if share_embedder:
+            self.embedder = CombinedTimestepLabelEmbeddings(num_embeds_ada_norm, self.inner_dim)
+            for block in self.transformer_blocks:
+                block.norm1.emb = _GivenConditioning()
+        self._init_mhla(mhla)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor | None = None,
+        class_labels: Tensor | None = None,
+        cross_attention_kwargs: dict[str, Any] | None = None,
+        return_dict: bool = True,
+    ) -> Any:
+        """As the base class: (B, C, S, S) latents, (B,) timesteps and labels to (B, out_channels, S, S)."""
+        height, width = hidden_states.shape[-2:]
+        if height != width or height % self.patch_size:
+            raise UserError(
+                f"hidden_states of {height}×{width} do not suit DiT; it takes square latents whose side is a multiple "
+                f"of the patch size {self.patch_size}."
+            )
+        if self.config.share_embedder:
+            timestep = self.embedder(timestep, class_labels, hidden_dtype=hidden_states.dtype)
+            class_labels = None
+        return super().forward(hidden_states, timestep, class_labels, cross_attention_kwargs, return_dict)
+
+
+class _GivenConditioning(nn.Module):
+    """Stands where diffusers' DiT keeps an embedder per block: the conditioning comes in place of the timestep."""
+
+    def forward(self, timestep: Tensor, class_labels: Tensor | None, hidden_dtype: torch.dtype | None = None) -> Tensor:
+        return timestep
+
+
+class DiTObjective(Objective):
+    """DiT's loss: mean-squared error on ε, plus the variational bound where the model predicts the variance.
+
+    Linear β from 1e-4 to 0.02 over 1000 steps; the bound trains the variance only (the mean is detached) and is in bits
+    per dimension (Nichol and Dhariwal 2021, section 3.1).
+
+    Args:
+        label_dropout: share of samples whose label is replaced by the null class, for classifier-free guidance.
+    """
+
+    def __init__(self, label_dropout: float = 0.1) -> None:
+        if not 0 <= label_dropout < 1:
+            raise UserError(f"label_dropout={label_dropout} must lie in [0, 1).")
+        self.label_dropout = label_dropout
+        schedule = DDPMScheduler(num_train_timesteps=1000, beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
+        self.betas = schedule.betas.double()
+        self.alphas_cumprod = torch.cumprod(1 - self.betas, 0)
+
+    def prepare_model(self, model: nn.Module) -> None:
+        # In training mode every block of diffusers' DiT drops labels on its own, so the blocks disagree on a sample's
+        # label; `prepare` drops it once.
+        for module in model.modules():
+            if isinstance(module, LabelEmbedding):
+                module.dropout_prob = 0.0
+
+    def prepare(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        conditions: Mapping[str, Tensor],
+        generators: Sequence[torch.Generator],
+    ) -> dict[str, Any]:
+        null_class = model.config.num_embeds_ada_norm
+        labels = conditions["class_labels"]
+        noise = torch.stack([torch.randn(latents.shape[1:], generator=g) for g in generators]).to(latents)
+        steps = torch.stack([torch.randint(len(self.betas), (), generator=g) for g in generators])
+        dropped = torch.stack([torch.rand((), generator=g) for g in generators]) < self.label_dropout
+        a = self.alphas_cumprod[steps].to(latents).view(-1, *[1] * (latents.ndim - 1))
+        return {
+            "clean": latents,
+            "noise": noise,
+            "noisy": a.sqrt() * latents + (1 - a).sqrt() * noise,
+            "timestep": steps.to(latents.device),
+            "class_labels": torch.where(dropped.to(labels.device), null_class, labels),
+        }
+
+    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        output = model(inputs["noisy"], timestep=inputs["timestep"], class_labels=inputs["class_labels"]).sample.float()
+        noise = inputs["noise"].float()
+        epsilon, variance = output[:, : noise.shape[1]], output[:, noise.shape[1] :]
+        mse = F.mse_loss(epsilon, noise, reduction="none").flatten(1).mean(1)
+        if variance.shape[1] == 0:
+            return {"loss": mse, "mse": mse}
+        vb = self._variational_bound(epsilon.detach(), variance, inputs)
+        return {"loss": mse + vb, "mse": mse, "vb": vb}
+
+    def _variational_bound(self, epsilon: Tensor, variance: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        """One term of the bound in bits per dimension, (B,): KL to the posterior, at t = 0 the decoder's likelihood."""
+        clean, noisy, t = inputs["clean"].float(), inputs["noisy"].float(), inputs["timestep"].cpu()
+
+        def at(table: Tensor) -> Tensor:
+            return table[t].to(clean).view(-1, *[1] * (clean.ndim - 1))
+
+        alpha_bar = self.alphas_cumprod
+        alpha_bar_prev = F.pad(alpha_bar[:-1], (1, 0), value=1.0)
+        posterior_variance = self.betas * (1 - alpha_bar_prev) / (1 - alpha_bar)
+        posterior_variance[0] = posterior_variance[1]  # the posterior at t = 0 is a point
+        posterior_log_variance = posterior_variance.log()
+
+        share = (variance + 1) / 2
+        log_variance = share * at(self.betas.log()) + (1 - share) * at(posterior_log_variance)
+        from_clean = at(self.betas * alpha_bar_prev.sqrt() / (1 - alpha_bar))
+        from_noisy = at((1 - alpha_bar_prev) * (1 - self.betas).sqrt() / (1 - alpha_bar))
+        predicted_clean = (noisy - at((1 - alpha_bar).sqrt()) * epsilon) / at(alpha_bar.sqrt())
+        mean = from_clean * predicted_clean + from_noisy * noisy
+        true_mean = from_clean * clean + from_noisy * noisy
+
+        kl = 0.5 * (
+            log_variance
+            - at(posterior_log_variance)
+            - 1
+            + (at(posterior_log_variance) - log_variance).exp()
+            + (true_mean - mean).square() * (-log_variance).exp()
+        )
+        decoder = -_discretised_log_likelihood(clean, mean, 0.5 * log_variance)
+        bound = torch.where(at(torch.arange(len(self.betas))) == 0, decoder, kl)
+        return bound.flatten(1).mean(1) / math.log(2)
+
+
+def _discretised_log_likelihood(x: Tensor, mean: Tensor, log_scale: Tensor) -> Tensor:
+    """log P of 8-bit values scaled to [-1, 1]: a Gaussian integrated over each value's bin (Ho et al. 2020, eq. 13)."""
+    inverse = (-log_scale).exp()
+    upper = torch.special.ndtr(inverse * (x - mean + 1 / 255))
+    lower = torch.special.ndtr(inverse * (x - mean - 1 / 255))
+    upper = torch.where(x > 0.999, 1.0, upper)
+    lower = torch.where(x < -0.999, 0.0, lower)
+    return (upper - lower).clamp(min=1e-12).log()
+

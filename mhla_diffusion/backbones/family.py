@@ -1,0 +1,124 @@
+"""What the shared parts ask of a model family; each backbone file answers with one Family and one Objective."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError, nearest
+from ..processor import MHLAConfig
+
+
+class Objective(ABC):
+    """A family's training objective, in two halves so that all randomness sits in the first."""
+
+    def prepare_model(self, model: nn.Module) -> None:  # noqa: B027  (optional hook)
+        """Called once before training: switch off what the model would otherwise draw by itself."""
+
+    @abstractmethod
+    def prepare(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        conditions: Mapping[str, Tensor],
+        generators: Sequence[torch.Generator],
+    ) -> dict[str, Any]:
+        """Draw noise, timesteps and dropped conditions for (B, C, ...) latents, one CPU generator per sample.
+
+        A sample's draws depend on its own generator only, so a loss does not depend on how samples are batched. Returns
+        what `loss` takes.
+        """
+
+    @abstractmethod
+    def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Per-sample losses (B,) float32: "loss", which is minimised, and its parts. Draws nothing."""
+
+
+class Family(ABC):
+    """A family of diffusion transformers: its attention layers, token grid, models, training objective and pipeline."""
+
+    name: ClassVar[str]
+    default_config: ClassVar[MHLAConfig]  # what MHLAProcessor() means here
+    linear_blocks: ClassVar[tuple[int, ...]]  # the block counts of vanilla linear attention: one block
+    trained_with_softmax: ClassVar[bool]  # then a fresh retrofit makes noise until it is fine-tuned
+    presets: ClassVar[dict[str, dict[str, Any]]]  # name -> arguments of the model class
+
+    @property
+    @abstractmethod
+    def base_class(self) -> type[nn.Module]:
+        """The diffusers transformer class."""
+
+    @property
+    @abstractmethod
+    def model_class(self) -> type[nn.Module]:
+        """Its MHLA subclass."""
+
+    @abstractmethod
+    def blocks_of(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The transformer blocks; each one's self-attention is its `attn1`."""
+
+    @staticmethod
+    @abstractmethod
+    def tell_grid(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of a block: set `block.attn1.processor.grid` from what the block is called with.
+
+        A function of its arguments only, so that copies of a model and recomputation under gradient checkpointing
+        are right.
+        """
+
+    @abstractmethod
+    def usual_grid(self, model: nn.Module) -> tuple[int, ...]:
+        """The token grid at the model's native resolution, from which `blocks=None` is resolved."""
+
+    @abstractmethod
+    def own_processor(self) -> Any:
+        """A fresh stock attention processor of a self-attention layer."""
+
+    def model_defaults(self) -> dict[str, Any]:
+        """Arguments besides `mhla` that the model class adds to its base's, with the values that mean the base."""
+        return {}
+
+    def hybrid_layers(self, num_layers: int) -> tuple[int, ...] | None:
+        """Layers that get MHLA for layers="hybrid"; None where the family defines no hybrid."""
+        return None
+
+    def build_model(
+        self, preset: str | None = None, mhla: Mapping[str, Any] | None = None, **arguments: Any
+    ) -> nn.Module:
+        """A model with random weights.
+
+        Args:
+            preset: a name from `presets`; None builds from `arguments` alone.
+            mhla: MHLAConfig fields, None for the family's own attention.
+            **arguments: arguments of the model class, over those of the preset.
+
+        Without a preset and without mhla the result is the stock diffusers class.
+        """
+        if preset is None:
+            return self.base_class(**arguments) if mhla is None else self.model_class(**arguments, mhla=mhla)
+        if preset not in self.presets:
+            known = ", ".join(self.presets)
+            raise UserError(f"preset={preset!r} is unknown{nearest(preset, self.presets)}; known: {known}.")
+        return self.model_class(**{**self.presets[preset], **arguments}, mhla=mhla)
+
+    @abstractmethod
+    def objective(self, **options: Any) -> Objective:
+        """The training objective with its options."""
+
+    @abstractmethod
+    def pipeline_class(self) -> type:
+        """The generation pipeline (imported when asked for: pipelines stand above backbones)."""
+
+    @abstractmethod
+    def build_pipeline(self, transformer: nn.Module, components: Mapping[str, Any]) -> Any:
+        """A pipeline around `transformer`, with the family's usual scheduler where `components` has none."""
+
+    @abstractmethod
+    def encode(
+        self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]
+    ) -> Tensor:
+        """Images (B, C, H, W) in [-1, 1] to scaled latents; the images themselves for a model without a VAE."""

@@ -1,0 +1,155 @@
+"""What every MHLA model adds to its diffusers base: processors from the config, setting them, and loading strictly."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from ..layout import choose_blocks
+from ..mixing import BlockMixing
+from ..processor import MHLAConfig, MHLAProcessor
+from .family import Family
+
+PROCESSOR_KEY = ".processor."
+
+
+class MHLAModelMixin:
+    """Mixed into a subclass of a diffusers transformer, before the base class. Needs `family`."""
+
+    family: ClassVar[Family]
+
+    @property
+    def mhla_config(self) -> MHLAConfig | None:
+        """The MHLA config of this model, None while it has its family's own attention."""
+        fields = self.config.mhla
+        return None if fields is None else MHLAConfig.from_dict(fields)
+
+    @classmethod
+    def from_base(cls, base: nn.Module, config: MHLAConfig | None = None) -> nn.Module:
+        """An MHLA model with the weights of a stock diffusers transformer, which is left as it was.
+
+        Args:
+            base: a model of the family's diffusers class.
+            config: None for the family's defaults.
+        """
+        return convert_(copy.deepcopy(base), cls.family, MHLAProcessor(config))
+
+    def set_attn_processor(self, processor: Any) -> None:
+        """Set attention processors, as on any diffusers model.
+
+        An `MHLAProcessor` is bound to every self-attention layer its config names; the other self-attention layers get
+        the family's own attention (back), and cross-attention is left alone. Anything else (a stock processor, a dict
+        of processors) goes where diffusers puts it.
+        """
+        if isinstance(processor, MHLAProcessor):
+            self._set_mhla(processor)
+            return
+        super().set_attn_processor(processor)
+        bound = [i for i, attn in enumerate(self._self_attention()) if isinstance(attn.processor, MHLAProcessor)]
+        if not bound:
+            self.register_to_config(mhla=None)
+            return
+        config = self._self_attention()[bound[0]].processor.config
+        layers = "all" if len(bound) == len(self._self_attention()) else tuple(bound)
+        self.register_to_config(mhla=dataclasses.replace(config, layers=layers).to_dict())
+
+    def mixings(self) -> Iterator[BlockMixing]:
+        """The block mixings of all MHLA layers, first layer first."""
+        for attn in self._self_attention():
+            if isinstance(attn.processor, MHLAProcessor):
+                yield attn.processor.mixing
+
+    def mixing_parameters(self) -> list[nn.Parameter]:
+        """All mixing weights: they take no weight decay and are clipped after every optimiser step."""
+        return [weight for mixing in self.mixings() for weight in mixing.weights]
+
+    def clip_mixing_(self) -> None:
+        """Clip all mixing weights to [0, 1] in place."""
+        for mixing in self.mixings():
+            mixing.clip_()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As diffusers' `from_pretrained`, but MHLA weights that are missing or unknown are an error."""
+        wants_info = kwargs.pop("output_loading_info", False)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        missing = [key for key in info["missing_keys"] if PROCESSOR_KEY in key]
+        unexpected = [key for key in info["unexpected_keys"] if PROCESSOR_KEY in key]
+        if missing:
+            raise UserError(
+                f"the checkpoint at {pretrained_model_name_or_path} lacks {len(missing)} MHLA weights that its config "
+                f"asks for, such as {min(missing)}; load the original model and retrofit it with set_attn_processor."
+            )
+        if unexpected:
+            raise UserError(
+                f"the checkpoint at {pretrained_model_name_or_path} holds {len(unexpected)} MHLA weights that its "
+                f"config has no place for, such as {min(unexpected)}; its config.json does not belong to these weights."
+            )
+        return (model, info) if wants_info else model
+
+    def _self_attention(self) -> list[nn.Module]:
+        return [block.attn1 for block in self.family.blocks_of(self)]
+
+    def _init_mhla(self, fields: Mapping[str, Any] | MHLAConfig | None) -> None:
+        """Bind the processors that the config describes: the last thing a subclass's __init__ does."""
+        if fields is not None:
+            config = fields if isinstance(fields, MHLAConfig) else MHLAConfig.from_dict(fields)
+            self._set_mhla(MHLAProcessor(config))
+
+    def _set_mhla(self, description: MHLAProcessor) -> None:
+        config = description.resolve(self.family.default_config)
+        if config.blocks is None:
+            config = dataclasses.replace(config, blocks=choose_blocks(self.family.usual_grid(self)))
+        axes = len(self.family.linear_blocks)
+        if len(config.blocks) != axes:
+            raise UserError(
+                f"blocks={config.blocks} has {len(config.blocks)} axes, but {type(self).__name__} needs {axes} counts."
+            )
+        blocks = self.family.blocks_of(self)
+        layers = config.layer_indices(len(blocks), self.family.hybrid_layers(len(blocks)))
+        for index, block in enumerate(blocks):
+            if index in layers:
+                block.attn1.set_processor(MHLAProcessor.for_layer(block.attn1, config))
+                _hook_grid(block, self.family)
+            elif isinstance(block.attn1.processor, MHLAProcessor):
+                block.attn1.set_processor(self.family.own_processor())
+        self.register_to_config(mhla=config.to_dict())
+
+
+def convert_(model: nn.Module, family: Family, processor: MHLAProcessor) -> nn.Module:
+    """Turn a stock diffusers transformer into its MHLA class in place (no weight is copied) and set `processor`.
+
+    Says once that a model trained with softmax attention makes noise until it is fine-tuned.
+    """
+    fresh = not isinstance(model, MHLAModelMixin) or model.mhla_config is None
+    if not isinstance(model, MHLAModelMixin):
+        if type(model) is not family.base_class:
+            raise UserError(f"a {type(model).__name__} cannot be retrofitted; expected {family.base_class.__name__}.")
+        model.__class__ = family.model_class
+        model.register_to_config(mhla=None, **family.model_defaults())
+    model.set_attn_processor(processor)
+    if fresh and family.trained_with_softmax:
+        warnings.warn(
+            "this model was trained with softmax attention and now has MHLA layers with fresh weights: it makes noise "
+            "until it is fine-tuned (accelerate launch scripts/finetune.py --config configs/….yaml).",
+            stacklevel=3,
+        )
+    return model
+
+
+def _hook_grid(block: nn.Module, family: Family) -> None:
+    """Have the family tell the block's MHLA processor its grid at every call, once per block."""
+    if not any(hook is family.tell_grid for hook in block._forward_pre_hooks.values()):
+        block.register_forward_pre_hook(family.tell_grid, with_kwargs=True)
+
+
+def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:
+    """The hidden states a block is called with, by position or name."""
+    return args[0] if args else kwargs["hidden_states"]

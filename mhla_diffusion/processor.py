@@ -1,0 +1,261 @@
+"""MHLAConfig, and the MHLAProcessor that stands on one diffusers attention layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from .attention import mhla_attention, saturating_cast
+from .errors import UserError, nearest
+from .feature_maps import at_least_float32, build_feature_map, check_feature_map
+from .layout import BlockLayout, check_counts
+from .mixing import BlockMixing, check_mixing_kind
+
+SILU_ONE = 1.278464542761074  # SiLU(SILU_ONE) = 1: the bias with which a fresh gate changes nothing
+
+
+@dataclass(frozen=True)
+class MHLAConfig:
+    """How attention layers are replaced; every field has the value that applies when nothing is said.
+
+    Raises:
+        UserError: naming the field and what it accepts.
+    """
+
+    blocks: tuple[int, ...] | None = (4, 4)  # block counts per grid axis; None: chosen from the grid with M² ≤ N
+    mixing: str = "full"  # "full" or "separable"
+    feature_map: str = "relu"  # relu, elu, identity, positive_random, hedgehog
+    normalize: bool = True  # divide by φ(q)·z̃
+    eps: float = 1e-6  # added to the denominator
+    locality: float = 1.0  # initial mixing: 0 vanilla linear attention, 1 local
+    learn_mixing: bool = True
+    cpe: bool = False  # depthwise convolution of the values on the grid, added to the output
+    gate: bool = False  # output ⊙ SiLU(W x)
+    head_norm: bool = False  # RMSNorm of each head's output
+    layers: str | tuple[int, ...] = "all"  # "all", "hybrid" (where the family defines it) or layer indices
+    rope: str = "after"  # rotary embedding "after" the feature map (numerator only) or "before" it
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", check_counts("blocks", self.blocks))
+        check_mixing_kind(self.mixing)
+        check_feature_map(self.feature_map)
+        for name in ("normalize", "learn_mixing", "cpe", "gate", "head_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise UserError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if not _is_number(self.eps) or not self.eps > 0:
+            raise UserError(f"eps={self.eps!r} must be a positive number.")
+        if not _is_number(self.locality) or not 0 <= self.locality <= 1:
+            raise UserError(f"locality={self.locality!r} must lie between 0 and 1.")
+        if self.rope not in ("after", "before"):
+            raise UserError(f"rope={self.rope!r} must be 'after' or 'before' (the feature map).")
+        if isinstance(self.layers, str):
+            if self.layers not in ("all", "hybrid"):
+                raise UserError(f"layers={self.layers!r} must be 'all', 'hybrid' or a list of layer indices.")
+        else:
+            object.__setattr__(self, "layers", _check_layers(self.layers))
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> MHLAConfig:
+        """The config with the given fields, as read from a model's config.json or a YAML file."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in fields:
+            if name not in known:
+                raise UserError(f"MHLAConfig has no field {name!r}{nearest(name, known)}; known: {', '.join(known)}.")
+        return cls(**fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings, as `from_dict` and JSON take them."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
+        }
+
+    def layer_indices(self, num_layers: int, hybrid: tuple[int, ...] | None = None) -> tuple[int, ...]:
+        """Which of `num_layers` layers get MHLA; `hybrid` are the family's indices for layers="hybrid"."""
+        if self.layers == "all":
+            return tuple(range(num_layers))
+        if self.layers == "hybrid":
+            if hybrid is None:
+                raise UserError("layers='hybrid' is not defined for this model family; give a list of layer indices.")
+            return hybrid
+        for index in self.layers:
+            if not 0 <= index < num_layers:
+                raise UserError(
+                    f"layers={list(self.layers)} names layer {index}, but the model has layers 0 to {num_layers - 1}."
+                )
+        return self.layers
+
+
+class MHLAProcessor(nn.Module):
+    """Multi-head linear attention as a diffusers attention processor.
+
+    `MHLAProcessor()` or `MHLAProcessor(blocks=(8, 8), cpe=True)` *describes* the attention: fields that are not named
+    take the model family's defaults. Setting it on a model (`set_attn_processor` of pipelines and models) makes
+    one processor with weights of its own per self-attention layer, on the layer's device and in its dtype.
+
+    Args:
+        config: a complete MHLAConfig, in place of fields.
+        **fields: fields of MHLAConfig.
+    """
+
+    def __init__(self, config: MHLAConfig | None = None, **fields: Any) -> None:
+        super().__init__()
+        if config is not None and fields:
+            raise UserError(f"give MHLAProcessor either a config or fields, not both (got {', '.join(fields)}).")
+        if config is not None and not isinstance(config, MHLAConfig):
+            raise UserError(f"config={config!r} must be an MHLAConfig; fields go by name: MHLAProcessor(cpe=True).")
+        MHLAConfig.from_dict(fields)  # a wrong field is reported here, where it was typed
+        self.config = config
+        self.fields = fields
+        self.grid: tuple[int, ...] | None = None
+
+    def resolve(self, default: MHLAConfig) -> MHLAConfig:
+        """The full config this describes, on a family whose defaults are `default`."""
+        return self.config if self.config is not None else dataclasses.replace(default, **self.fields)
+
+    @classmethod
+    def for_layer(cls, attn: nn.Module, config: MHLAConfig) -> MHLAProcessor:
+        """A processor with weights for the diffusers attention layer `attn`, on its device and in its dtype."""
+        processor = cls(config)
+        inner_dim = attn.to_v.out_features
+        head_dim = inner_dim // attn.heads
+        processor.feature_map = build_feature_map(config.feature_map, attn.heads, head_dim)
+        processor.mixing = BlockMixing(
+            config.blocks, config.mixing, config.locality, config.normalize, learn=config.learn_mixing
+        )
+        processor.cpe = _zero_conv(inner_dim, len(config.blocks)) if config.cpe else None
+        processor.gate = _open_gate(attn.to_q.in_features, inner_dim) if config.gate else None
+        processor.head_norm = nn.RMSNorm(head_dim, eps=1e-6) if config.head_norm else None
+        weight = attn.to_v.weight
+        dtype = weight.dtype if weight.is_floating_point() else None
+        return processor.to(device=weight.device, dtype=dtype).train(attn.training)
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether this processor belongs to a layer (and has weights)."""
+        return "mixing" in self._modules
+
+    def forward(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Self-attention of `attn` on (B, N, C) hidden states; returns (B, N, C) in their dtype.
+
+        `attention_mask` is a key mask, (B, N) bool, True where a token may be attended to; `rotary_emb` is (cos, sin),
+        (1, N, 1, D) each, as diffusers' Wan makes them.
+        """
+        if not self.is_bound:
+            raise UserError(
+                "this MHLAProcessor is a description without weights; set it on a model with "
+                "pipe.set_attn_processor(processor) or apply_mhla(model, config)."
+            )
+        if encoder_hidden_states is not None:
+            raise UserError("MHLAProcessor computes self-attention and takes no encoder_hidden_states.")
+        layout = self._layout(hidden_states.shape[1])
+
+        query, key, value = _projections(attn, hidden_states)
+        if attn.norm_q is not None:
+            query = attn.norm_q(query)
+        if attn.norm_k is not None:
+            key = attn.norm_k(key)
+        query, key, value = (rearrange(x, "b n (h d) -> b n h d", h=attn.heads) for x in (query, key, value))
+
+        rotary = None
+        if rotary_emb is not None and self.config.rope == "before":
+            query, key = (apply_rotary(x, *rotary_emb) for x in (query, key))
+        query, key = self.feature_map(query, key)
+        if rotary_emb is not None and self.config.rope == "after":
+            rotary = tuple(apply_rotary(x, *rotary_emb) for x in (query, key))
+
+        out = mhla_attention(
+            query, key, value, self.mixing(), layout, self.config.normalize, self.config.eps, rotary, attention_mask
+        )
+        if self.head_norm is not None:
+            out = self.head_norm(out)
+        out = rearrange(out, "b n h d -> b n (h d)")
+        if self.gate is not None:
+            out = out * F.silu(self.gate(hidden_states))
+        if self.cpe is not None:
+            out = out + self._position_encoding(value, layout)
+
+        out = attn.to_out[1](attn.to_out[0](out.to(hidden_states.dtype)))
+        return saturating_cast(out, hidden_states.dtype)
+
+    def _layout(self, num_tokens: int) -> BlockLayout:
+        if self.grid is None:
+            raise UserError(
+                "this MHLAProcessor was not told the token grid; call the transformer or its block, not the bare layer."
+            )
+        layout = BlockLayout(self.grid, self.config.blocks)
+        if layout.num_tokens != num_tokens:
+            raise UserError(f"{num_tokens} tokens do not fill the token grid {self.grid}.")
+        return layout
+
+    def _position_encoding(self, value: Tensor, layout: BlockLayout) -> Tensor:
+        """Conditional position encoding: a depthwise convolution of the values laid out on the grid, (B, N, H*D)."""
+        channels = rearrange(value, "b n h d -> b (h d) n").unflatten(2, layout.grid)
+        return rearrange(self.cpe(channels).flatten(2), "b c n -> b n c")
+
+    def extra_repr(self) -> str:
+        return repr(self.config) if self.config is not None else repr(self.fields)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate channel pairs (2i, 2i+1) of (B, N, H, F) by the angles of `cos` and `sin`, (1, N, 1, D) each.
+
+    Both hold every angle twice, as diffusers' Wan makes them. Features that are a multiple of D wide (the learned map
+    has 2D) are rotated part by part. Computes in and returns at least float32.
+    """
+    x = at_least_float32(x)
+    cos, sin = (
+        angles[..., 0::2].to(x.dtype).repeat(1, 1, 1, x.shape[-1] // angles.shape[-1]) for angles in (cos, sin)
+    )
+    even, odd = x[..., 0::2], x[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+def _projections(attn: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    if getattr(attn, "fused_projections", False):
+        return attn.to_qkv(hidden_states).chunk(3, dim=-1)
+    return attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+
+
+def _zero_conv(channels: int, axes: int) -> nn.Module:
+    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](channels, channels, 3, padding=1, groups=channels)
+    nn.init.zeros_(conv.weight)
+    nn.init.zeros_(conv.bias)
+    return conv
+
+
+def _open_gate(in_features: int, out_features: int) -> nn.Linear:
+    gate = nn.Linear(in_features, out_features)
+    nn.init.zeros_(gate.weight)
+    nn.init.constant_(gate.bias, SILU_ONE)
+    return gate
+
+
+def _check_layers(layers: Any) -> tuple[int, ...]:
+    try:
+        indices = tuple(layers)
+    except TypeError:
+        indices = (layers,)
+    if not indices or any(not isinstance(i, int) or isinstance(i, bool) for i in indices):
+        raise UserError(f"layers={layers!r} must be 'all', 'hybrid' or a non-empty list of layer indices.")
+    if len(set(indices)) != len(indices):
+        raise UserError(f"layers={list(indices)} names a layer twice.")
+    return tuple(sorted(indices))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
