@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -58,7 +59,7 @@ class BlockLayout:
     @property
     def largest_block(self) -> int:
         """L, the number of tokens in the largest block."""
-        return math.prod(-(-length // count) for length, count in zip(self.grid, self.blocks, strict=True))
+        return math.prod([-(-length // count) for length, count in zip(self.grid, self.blocks, strict=True)])
 
     @property
     def block_sizes(self) -> tuple[int, ...]:
@@ -89,6 +90,11 @@ class BlockLayout:
         Returns:
             `token_of_slot` (M*L,) int64 (0 where padded), `is_token` (M*L,) bool, `slot_of_token` (N,) int64.
         """
+        if torch.compiler.is_compiling():
+            return self._find_slots(device)
+        return _cached_slots(self, torch.device(device or "cpu"))
+
+    def _find_slots(self, device: torch.device | str | None) -> tuple[Tensor, Tensor, Tensor]:
         block = self.block_index(device)
         order = torch.argsort(block, stable=True)
         sizes = torch.tensor(self.block_sizes, device=device)
@@ -137,6 +143,13 @@ class BlockLayout:
         counts = [1 + 2 * a for a in range(axes)]
         sizes = [2 + 2 * a for a in range(axes)]
         return [0, *counts, *sizes, *range(1 + 2 * axes, 1 + 2 * axes + num_rest)]
+
+
+@lru_cache(maxsize=64)
+def _cached_slots(layout: BlockLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    # Tensors made in inference mode could not be used in training later.
+    with torch.inference_mode(False):
+        return layout._find_slots(device)
 
 
 def choose_blocks(grid: tuple[int, ...]) -> tuple[int, ...]:

@@ -71,12 +71,25 @@ class DiTFamily(Family):
     @staticmethod
     def tell_grid(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if isinstance(block.attn1.processor, MHLAProcessor):
-            side = math.isqrt(first_argument(args, kwargs).shape[1])
+            side = int(first_argument(args, kwargs).shape[1] ** 0.5)  # math.isqrt would break torch.compile
             block.attn1.processor.grid = (side, side)
 
     def usual_grid(self, model: nn.Module) -> tuple[int, ...]:
         side = model.config.sample_size // model.config.patch_size
         return (side, side)
+
+    def set_num_classes(self, model: nn.Module, num_classes: int) -> int | None:
+        before = model.config.num_embeds_ada_norm
+        if before == num_classes:
+            return None
+        embedders = [module for module in model.modules() if isinstance(module, LabelEmbedding)]
+        old = embedders[0].embedding_table.weight
+        table = nn.init.normal_(torch.empty(num_classes + 1, old.shape[1]), std=0.02).to(old)
+        for embedder in embedders:
+            embedder.embedding_table = nn.Embedding.from_pretrained(table.clone(), freeze=False)
+            embedder.num_classes = num_classes
+        model.register_to_config(num_embeds_ada_norm=num_classes)
+        return before
 
     def objective(self, **options: Any) -> Objective:
         return DiTObjective(**options)

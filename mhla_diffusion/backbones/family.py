@@ -105,6 +105,13 @@ class Family(ABC):
             raise UserError(f"preset={preset!r} is unknown{nearest(preset, self.presets)}; known: {known}.")
         return self.model_class(**{**self.presets[preset], **arguments}, mhla=mhla)
 
+    def set_num_classes(self, model: nn.Module, num_classes: int) -> int | None:
+        """Give `model` a new label table of `num_classes` classes and a null class, unless it has that many.
+
+        Returns the number of classes it had, None where nothing was changed or the family has no classes.
+        """
+        return None
+
     @abstractmethod
     def objective(self, **options: Any) -> Objective:
         """The training objective with its options."""
