@@ -91,21 +91,6 @@ class DiTFamily(Family):
         model.register_to_config(num_embeds_ada_norm=num_classes)
         return before
 
-    def set_num_classes(self, model: nn.Module, num_classes: int) -> int | None:
-        before = model.config.num_embeds_ada_norm
-        if before == num_classes:
-            return None
-        for module in model.modules():
-            if isinstance(module, LabelEmbedding):
-                old = module.embedding_table
-                new = nn.Embedding(num_classes + 1, old.embedding_dim)  # the last row is the null class
-                nn.init.normal_(new.weight, std=0.02)
-                new.weight.data[-1] = old.weight.data[-1]  # what the model knows of "no class" stays
-                module.embedding_table = new.to(old.weight).requires_grad_(old.weight.requires_grad)
-                module.num_classes = num_classes
-        model.register_to_config(num_embeds_ada_norm=num_classes)
-        return before
-
     def objective(self, **options: Any) -> Objective:
         return DiTObjective(**options)
 

@@ -112,13 +112,6 @@ class Family(ABC):
         """
         return None
 
-    def set_num_classes(self, model: nn.Module, num_classes: int) -> int | None:
-        """Give a class-conditional model another number of classes, with fresh label embeddings.
-
-        Returns the number it had, or None where nothing had to change (or the family has no classes).
-        """
-        return None
-
     @abstractmethod
     def objective(self, **options: Any) -> Objective:
         """The training objective with its options."""
