@@ -52,8 +52,8 @@ def mhla_attention(
     Raises:
         UserError: when shapes disagree.
     """
-    _check_shapes(query, key, value, layout, rotary, key_mask)
-    _check_mixing(mixing, layout)
+    check_shapes(query, key, value, layout, rotary, key_mask)
+    check_mixing(mixing, layout)
     with no_autocast(query):
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         key_blocks = _head_blocks(_masked(numerator_key, key_mask), layout)  # (B, H, M, L, D)
@@ -80,7 +80,7 @@ def linear_attention(
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Vanilla linear attention (Katharopoulos et al. 2020): all queries share one summary. As `mhla_attention`."""
-    _check_shapes(query, key, value, None, rotary, key_mask)
+    check_shapes(query, key, value, None, rotary, key_mask)
     with no_autocast(query):
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         numerator_query, numerator_key, values = (
@@ -113,8 +113,8 @@ def mhla_attention_matrix(
     Returns:
         (B, H, N, N) float64; `A @ value` (per head) is the output.
     """
-    _check_shapes(query, key, key, layout, rotary, key_mask)
-    _check_mixing(mixing, layout)
+    check_shapes(query, key, key, layout, rotary, key_mask)
+    check_mixing(mixing, layout)
     block = layout.block_index(query.device)
     weights = full_mixing(mixing).to(torch.float64)[block][:, block]  # (N, N)
     if key_mask is not None:
@@ -162,14 +162,15 @@ def _masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
     return key if key_mask is None else key.masked_fill(~key_mask[:, :, None, None], 0)
 
 
-def _check_shapes(
+def check_shapes(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layout: BlockLayout | None,
-    rotary: tuple[Tensor, Tensor] | None,
-    key_mask: Tensor | None,
+    layout: BlockLayout | None = None,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    key_mask: Tensor | None = None,
 ) -> None:
+    """Raise a UserError unless the tensors agree with one another and with the layout."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if x.ndim != 4:
             raise UserError(f"{name} has shape {tuple(x.shape)}; expected (batch, tokens, heads, head dimension).")
@@ -191,7 +192,8 @@ def _check_shapes(
         )
 
 
-def _check_mixing(mixing: Mixing, layout: BlockLayout) -> None:
+def check_mixing(mixing: Mixing, layout: BlockLayout) -> None:
+    """Raise a UserError unless the mixing is (M, M) or has one matrix per axis of the layout."""
     m = layout.num_blocks
     if isinstance(mixing, Tensor):
         shapes, expected = [tuple(mixing.shape)], [(m, m)]
