@@ -45,6 +45,13 @@ class ReluMap(FeatureMap):
         return F.relu(x)
 
 
+class ShiftedReluMap(FeatureMap):
+    """φ(x) = max(x, 0) + 1e-6, the map of the released Wan-MHLA weights: no feature is ever zero."""
+
+    def features(self, x: Tensor) -> Tensor:
+        return F.relu(at_least_float32(x)) + 1e-6
+
+
 class EluMap(FeatureMap):
     """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, eq. 7)."""
 
@@ -117,6 +124,7 @@ class HedgehogMap(FeatureMap):
 
 FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "relu": ReluMap,
+    "relu_eps": ShiftedReluMap,
     "elu": EluMap,
     "identity": IdentityMap,
     "positive_random": PositiveRandomMap,

@@ -18,6 +18,7 @@ from .feature_maps import at_least_float32, build_feature_map, check_feature_map
 from .layout import BlockLayout, check_counts
 from .mixing import BlockMixing, check_mixing_kind
 
+SPACINGS = ("even", "first", "last")
 SILU_ONE = 1.278464542761074  # SiLU(SILU_ONE) = 1: the bias with which a fresh gate changes nothing
 
 
@@ -31,7 +32,7 @@ class MHLAConfig:
 
     blocks: tuple[int, ...] | None = (4, 4)  # block counts per grid axis; None: chosen from the grid with M² ≤ N
     mixing: str = "full"  # "full" or "separable"
-    feature_map: str = "relu"  # relu, elu, identity, positive_random, hedgehog
+    feature_map: str = "relu"  # relu, relu_eps, elu, identity, positive_random, hedgehog
     normalize: bool = True  # divide by φ(q)·z̃
     eps: float = 1e-6  # added to the denominator
     locality: float = 1.0  # initial mixing: 0 vanilla linear attention, 1 local
@@ -39,7 +40,8 @@ class MHLAConfig:
     cpe: bool = False  # depthwise convolution of the values on the grid, added to the output
     gate: bool = False  # output ⊙ SiLU(W x)
     head_norm: bool = False  # RMSNorm of each head's output
-    layers: str | tuple[int, ...] = "all"  # "all", "hybrid" (where the family defines it) or layer indices
+    layers: str | float | tuple[int, ...] = "all"  # "all", "hybrid" (where the family defines it), a share, or indices
+    spacing: str = "even"  # which layers a share means: spread evenly, the "first" ones or the "last" ones
     rope: str = "after"  # rotary embedding "after" the feature map (numerator only) or "before" it
 
     def __post_init__(self) -> None:
@@ -56,9 +58,14 @@ class MHLAConfig:
             raise UserError(f"locality={self.locality!r} must lie between 0 and 1.")
         if self.rope not in ("after", "before"):
             raise UserError(f"rope={self.rope!r} must be 'after' or 'before' (the feature map).")
+        if self.spacing not in SPACINGS:
+            raise UserError(f"spacing={self.spacing!r} must be 'even', 'first' or 'last'.")
         if isinstance(self.layers, str):
             if self.layers not in ("all", "hybrid"):
-                raise UserError(f"layers={self.layers!r} must be 'all', 'hybrid' or a list of layer indices.")
+                raise UserError(f"layers={self.layers!r} must be 'all', 'hybrid', a share or a list of layer indices.")
+        elif isinstance(self.layers, float):
+            if not 0 < self.layers <= 1:
+                raise UserError(f"layers={self.layers} as a share of the layers must lie above 0 and not above 1.")
         else:
             object.__setattr__(self, "layers", _check_layers(self.layers))
 
@@ -85,6 +92,8 @@ class MHLAConfig:
             if hybrid is None:
                 raise UserError("layers='hybrid' is not defined for this model family; give a list of layer indices.")
             return hybrid
+        if isinstance(self.layers, float):
+            return _share_of_layers(self.layers, self.spacing, num_layers)
         for index in self.layers:
             if not 0 <= index < num_layers:
                 raise UserError(
@@ -132,7 +141,7 @@ class MHLAProcessor(nn.Module):
         )
         processor.cpe = _zero_conv(inner_dim, len(config.blocks)) if config.cpe else None
         processor.gate = _open_gate(attn.to_q.in_features, inner_dim) if config.gate else None
-        processor.head_norm = nn.RMSNorm(head_dim, eps=1e-6) if config.head_norm else None
+        processor.head_norm = HeadNorm(head_dim, eps=1e-6) if config.head_norm else None
         weight = attn.to_v.weight
         dtype = weight.dtype if weight.is_floating_point() else None
         return processor.to(device=weight.device, dtype=dtype).train(attn.training)
@@ -178,8 +187,10 @@ class MHLAProcessor(nn.Module):
         if rotary_emb is not None and self.config.rope == "after":
             rotary = tuple(apply_rotary(x, *rotary_emb) for x in (query, key))
 
+        # A bare numerator outgrows float16, so it stays in float32 until the head norm has scaled it.
+        values = value if self.head_norm is None else at_least_float32(value)
         out = mhla_attention(
-            query, key, value, self.mixing(), layout, self.config.normalize, self.config.eps, rotary, attention_mask
+            query, key, values, self.mixing(), layout, self.config.normalize, self.config.eps, rotary, attention_mask
         )
         if self.head_norm is not None:
             out = self.head_norm(out)
@@ -209,6 +220,13 @@ class MHLAProcessor(nn.Module):
 
     def extra_repr(self) -> str:
         return repr(self.config) if self.config is not None else repr(self.fields)
+
+
+class HeadNorm(nn.RMSNorm):
+    """RMSNorm of each head's output, (..., D), in the dtype of its input whatever that of its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -251,10 +269,22 @@ def _check_layers(layers: Any) -> tuple[int, ...]:
     except TypeError:
         indices = (layers,)
     if not indices or any(not isinstance(i, int) or isinstance(i, bool) for i in indices):
-        raise UserError(f"layers={layers!r} must be 'all', 'hybrid' or a non-empty list of layer indices.")
+        raise UserError(f"layers={layers!r} must be 'all', 'hybrid', a share (0.5) or a non-empty list of indices.")
     if len(set(indices)) != len(indices):
         raise UserError(f"layers={list(indices)} names a layer twice.")
     return tuple(sorted(indices))
+
+
+def _share_of_layers(share: float, spacing: str, num_layers: int) -> tuple[int, ...]:
+    """At least one of `num_layers`. Even spacing spreads the layers that stay from layer 0 on: 2/3 leaves 0, 3, 6, …"""
+    count = max(1, round(share * num_layers))
+    if spacing == "first":
+        return tuple(range(count))
+    if spacing == "last":
+        return tuple(range(num_layers - count, num_layers))
+    kept = num_layers - count
+    stay = {i * num_layers // kept for i in range(kept)}
+    return tuple(i for i in range(num_layers) if i not in stay)
 
 
 def _is_number(x: Any) -> bool:

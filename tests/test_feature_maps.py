@@ -9,7 +9,7 @@ from mhla_diffusion.attention import linear_attention
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.feature_maps import FEATURE_MAPS, FeatureMap, build_feature_map
 
-NONNEGATIVE = ("relu", "elu", "positive_random", "hedgehog")
+NONNEGATIVE = ("relu", "relu_eps", "elu", "positive_random", "hedgehog")
 
 
 def random_query_and_key(heads=2, head_dim=4, tokens=6, dtype=torch.float32, scale=1.0, seed=0):
@@ -27,6 +27,7 @@ def attention_over_softmax_kernel(query, key, value):
     ("name", "formula"),
     [
         ("relu", lambda x: max(x, 0.0)),
+        ("relu_eps", lambda x: max(x, 0.0) + 1e-6),
         ("elu", lambda x: x + 1 if x > 0 else math.exp(x)),
         ("identity", lambda x: x),
     ],
@@ -170,7 +171,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_the_known_ones():
     with pytest.raises(UserError) as error:
         build_feature_map("rellu", 2, 4)
     assert str(error.value) == (
-        "feature_map='rellu' is unknown (did you mean 'relu'?); known: relu, elu, identity, positive_random, hedgehog."
+        "feature_map='rellu' is unknown (did you mean 'relu'?); known: relu, relu_eps, elu, identity, positive_random, "
+        "hedgehog."
     )
     with pytest.raises(UserError, match="^feature_map=3 is unknown; known: relu"):
         build_feature_map(3, 2, 4)

@@ -115,9 +115,9 @@ class MHLAModelMixin:
         blocks = self.family.blocks_of(self)
         layers = config.layer_indices(len(blocks), self.family.hybrid_layers(len(blocks)))
         for index, block in enumerate(blocks):
+            _hook_grid(block, self.family)
             if index in layers:
                 block.attn1.set_processor(MHLAProcessor.for_layer(block.attn1, config))
-                _hook_grid(block, self.family)
             elif isinstance(block.attn1.processor, MHLAProcessor):
                 block.attn1.set_processor(self.family.own_processor())
         self.register_to_config(mhla=config.to_dict())
@@ -145,7 +145,7 @@ def convert_(model: nn.Module, family: Family, processor: MHLAProcessor) -> nn.M
 
 
 def _hook_grid(block: nn.Module, family: Family) -> None:
-    """Have the family tell the block's MHLA processor its grid at every call, once per block."""
+    """Have the family tell the block's MHLA processor, if it has one, its grid at every call."""
     if not any(hook is family.tell_grid for hook in block._forward_pre_hooks.values()):
         block.register_forward_pre_hook(family.tell_grid, with_kwargs=True)
 
