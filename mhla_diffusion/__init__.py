@@ -1,7 +1,7 @@
 """Multi-head linear attention (MHLA) for diffusers."""
 
 from .attention import linear_attention, mhla_attention, mhla_attention_matrix
-from .backbones import MHLADiTTransformer2DModel
+from .backbones import MHLADiTTransformer2DModel, MHLASanaTransformer2DModel
 from .layout import BlockLayout
 from .mixing import BlockMixing
 from .processor import MHLAConfig, MHLAProcessor
@@ -18,6 +18,7 @@ __all__ = [
     "MHLAConfig",
     "MHLADiTTransformer2DModel",
     "MHLAProcessor",
+    "MHLASanaTransformer2DModel",
     "apply_mhla",
     "linear_attention",
     "mhla_attention",

@@ -39,7 +39,9 @@ def retrofit(target: T, processor: MHLAProcessor) -> T:
         if transformer is None:
             raise UserError(f"a {type(target).__name__} has no transformer to put MHLA into.")
         # Registered anew, because the name of its class is what the pipeline saves.
-        target.register_modules(transformer=convert_(transformer, family_of(transformer), processor))
+        family = family_of(transformer)
+        target.register_modules(transformer=convert_(transformer, family, processor))
+        family.adapt_pipeline(target)
         return target
     if isinstance(target, nn.Module):
         return convert_(target, family_of(target), processor)

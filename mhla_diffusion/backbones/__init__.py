@@ -7,8 +7,9 @@ from torch import nn
 from ..errors import UserError, nearest
 from .dit import DIT, MHLADiTTransformer2DModel
 from .family import Family, Objective
+from .sana import SANA, MHLASanaTransformer2DModel
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (DIT,)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (DIT, SANA)}
 
 
 def family_named(name: str) -> Family:
@@ -28,4 +29,12 @@ def family_of(model: nn.Module) -> Family:
     raise UserError(f"a {type(model).__name__} is not a transformer that MHLA knows; it knows {known}.{hint}")
 
 
-__all__ = ["FAMILIES", "Family", "MHLADiTTransformer2DModel", "Objective", "family_named", "family_of"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "MHLADiTTransformer2DModel",
+    "MHLASanaTransformer2DModel",
+    "Objective",
+    "family_named",
+    "family_of",
+]

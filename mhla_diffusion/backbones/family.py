@@ -86,6 +86,18 @@ class Family(ABC):
         """Layers that get MHLA for layers="hybrid"; None where the family defines no hybrid."""
         return None
 
+    def retrofit_warning(self, config: MHLAConfig) -> str | None:
+        """What to say when a model that had the family's own attention gets MHLA; None where nothing needs saying."""
+        if not self.trained_with_softmax:
+            return None
+        return (
+            "this model was trained with softmax attention and now has MHLA layers with fresh weights: it makes noise "
+            "until it is fine-tuned (accelerate launch scripts/finetune.py --config configs/….yaml)."
+        )
+
+    def adapt_pipeline(self, pipeline: Any) -> None:  # noqa: B027  (optional hook)
+        """Called on a diffusers pipeline whose transformer just got MHLA: change what would not work with it."""
+
     def build_model(
         self, preset: str | None = None, mhla: Mapping[str, Any] | None = None, **arguments: Any
     ) -> nn.Module:
@@ -129,3 +141,11 @@ class Family(ABC):
         self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]
     ) -> Tensor:
         """Images (B, C, H, W) in [-1, 1] to scaled latents; the images themselves for a model without a VAE."""
+
+    def encode_prompts(self, components: Mapping[str, Any], prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Captions to the conditions that the objective takes, one row each; {} for a family without text."""
+        return {}
+
+    def null_conditions(self, components: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Conditions with one row for all samples: what a dropped caption becomes; {} for a family without text."""
+        return {}

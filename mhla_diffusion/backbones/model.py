@@ -126,7 +126,7 @@ class MHLAModelMixin:
 def convert_(model: nn.Module, family: Family, processor: MHLAProcessor) -> nn.Module:
     """Turn a stock diffusers transformer into its MHLA class in place (no weight is copied) and set `processor`.
 
-    Says once that a model trained with softmax attention makes noise until it is fine-tuned.
+    Warns once where the model's output is another than before (softmax attention replaced: noise until fine-tuned).
     """
     fresh = not isinstance(model, MHLAModelMixin) or model.mhla_config is None
     if not isinstance(model, MHLAModelMixin):
@@ -135,12 +135,9 @@ def convert_(model: nn.Module, family: Family, processor: MHLAProcessor) -> nn.M
         model.__class__ = family.model_class
         model.register_to_config(mhla=None, **family.model_defaults())
     model.set_attn_processor(processor)
-    if fresh and family.trained_with_softmax:
-        warnings.warn(
-            "this model was trained with softmax attention and now has MHLA layers with fresh weights: it makes noise "
-            "until it is fine-tuned (accelerate launch scripts/finetune.py --config configs/….yaml).",
-            stacklevel=3,
-        )
+    warning = family.retrofit_warning(model.mhla_config) if fresh else None
+    if warning is not None:
+        warnings.warn(warning, stacklevel=3)
     return model
 
 
