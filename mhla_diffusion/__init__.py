@@ -1,7 +1,7 @@
 """Multi-head linear attention (MHLA) for diffusers."""
 
 from .attention import linear_attention, mhla_attention, mhla_attention_matrix
-from .backbones import MHLADiTTransformer2DModel, MHLASanaTransformer2DModel
+from .backbones import MHLADiTTransformer2DModel, MHLASanaTransformer2DModel, MHLAWanTransformer3DModel
 from .layout import BlockLayout
 from .mixing import BlockMixing
 from .processor import MHLAConfig, MHLAProcessor
@@ -19,6 +19,7 @@ __all__ = [
     "MHLADiTTransformer2DModel",
     "MHLAProcessor",
     "MHLASanaTransformer2DModel",
+    "MHLAWanTransformer3DModel",
     "apply_mhla",
     "linear_attention",
     "mhla_attention",

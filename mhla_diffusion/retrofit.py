@@ -13,6 +13,7 @@ from .errors import UserError
 from .processor import MHLAConfig, MHLAProcessor
 
 T = TypeVar("T", bound=Any)
+TRANSFORMERS = ("transformer", "transformer_2")  # Wan2.2 has one for high and one for low noise
 
 
 def apply_mhla(target: T, config: MHLAConfig | None = None) -> T:
@@ -35,12 +36,13 @@ def apply_mhla(target: T, config: MHLAConfig | None = None) -> T:
 def retrofit(target: T, processor: MHLAProcessor) -> T:
     """As `apply_mhla`, from a processor that describes the attention (fields it leaves out are the family's)."""
     if isinstance(target, DiffusionPipeline):
-        transformer = getattr(target, "transformer", None)
-        if transformer is None:
+        names = [name for name in TRANSFORMERS if getattr(target, name, None) is not None]
+        if not names:
             raise UserError(f"a {type(target).__name__} has no transformer to put MHLA into.")
-        # Registered anew, because the name of its class is what the pipeline saves.
-        family = family_of(transformer)
-        target.register_modules(transformer=convert_(transformer, family, processor))
+        family = family_of(getattr(target, names[0]))
+        for name in names:
+            # Registered anew, because the name of its class is what the pipeline saves.
+            target.register_modules(**{name: convert_(getattr(target, name), family, processor)})
         family.adapt_pipeline(target)
         return target
     if isinstance(target, nn.Module):

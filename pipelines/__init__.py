@@ -4,9 +4,17 @@ import diffusers
 
 from .dit import MHLADiTPipeline
 from .sana import MHLASanaPAGPipeline, MHLASanaPipeline
+from .wan import MHLAWanImageToVideoPipeline, MHLAWanPipeline, MHLAWanVideoToVideoPipeline
+
+__all__ = [
+    "MHLADiTPipeline",
+    "MHLASanaPAGPipeline",
+    "MHLASanaPipeline",
+    "MHLAWanImageToVideoPipeline",
+    "MHLAWanPipeline",
+    "MHLAWanVideoToVideoPipeline",
+]
 
 # DiffusionPipeline.from_pretrained looks a saved pipeline's class up by name in the diffusers module.
-for _pipeline in (MHLADiTPipeline, MHLASanaPipeline, MHLASanaPAGPipeline):
-    setattr(diffusers, _pipeline.__name__, _pipeline)
-
-__all__ = ["MHLADiTPipeline", "MHLASanaPAGPipeline", "MHLASanaPipeline"]
+for _name in __all__:
+    setattr(diffusers, _name, globals()[_name])

@@ -8,8 +8,9 @@ from ..errors import UserError, nearest
 from .dit import DIT, MHLADiTTransformer2DModel
 from .family import Family, Objective
 from .sana import SANA, MHLASanaTransformer2DModel
+from .wan import WAN, MHLAWanTransformer3DModel
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (DIT, SANA)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (DIT, SANA, WAN)}
 
 
 def family_named(name: str) -> Family:
@@ -34,6 +35,7 @@ __all__ = [
     "Family",
     "MHLADiTTransformer2DModel",
     "MHLASanaTransformer2DModel",
+    "MHLAWanTransformer3DModel",
     "Objective",
     "family_named",
     "family_of",

@@ -63,11 +63,11 @@ class Family(ABC):
 
     @staticmethod
     @abstractmethod
-    def tell_grid(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def tell_grid(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Forward pre-hook of a block: set `block.attn1.processor.grid` from what the block is called with.
 
         A function of its arguments only, so that copies of a model and recomputation under gradient checkpointing
-        are right.
+        are right. May return the (args, kwargs) that the block shall see instead.
         """
 
     @abstractmethod
@@ -149,3 +149,25 @@ class Family(ABC):
     def null_conditions(self, components: Mapping[str, Any]) -> dict[str, Tensor]:
         """Conditions with one row for all samples: what a dropped caption becomes; {} for a family without text."""
         return {}
+
+    def from_original(
+        self,
+        state_dict: Mapping[str, Tensor],
+        metadata: Mapping[str, str] | None = None,
+        mhla: Mapping[str, Any] | None = None,
+    ) -> nn.Module:
+        """A model from weights in the family's public checkpoint format, which it then holds (no copy, their dtype).
+
+        Args:
+            state_dict: names as published.
+            metadata: of the safetensors file.
+            mhla: MHLAConfig fields that neither the weights nor the metadata say, or that overrule them.
+
+        Raises:
+            UserError: naming the first weight that is missing, unknown or of another shape, or what must be given.
+        """
+        raise UserError(f"{self.name} has no other public checkpoint format than that of diffusers.")
+
+    def to_original(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The inverse of `from_original`: the weights (no copy) and the metadata to save with them."""
+        raise UserError(f"{self.name} has no other public checkpoint format than that of diffusers.")

@@ -75,6 +75,16 @@ class MHLAModelMixin:
         for mixing in self.mixings():
             mixing.clip_()
 
+    def resize_blocks_(self, blocks: tuple[int, ...]) -> None:
+        """Give every MHLA layer other block counts, its mixing interpolated between block centres, in place."""
+        config = dataclasses.replace(self.mhla_config or self.family.default_config, blocks=blocks)
+        for attn in self._self_attention():
+            if isinstance(attn.processor, MHLAProcessor):
+                attn.processor.mixing = attn.processor.mixing.resized(config.blocks)
+                attn.processor.config = dataclasses.replace(attn.processor.config, blocks=config.blocks)
+        if self.mhla_config is not None:
+            self.register_to_config(mhla=config.to_dict())
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """As diffusers' `from_pretrained`, but MHLA weights that are missing or unknown are an error."""

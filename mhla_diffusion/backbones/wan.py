@@ -1,0 +1,430 @@
+"""Wan2.1: text-to-video diffusion, softmax attention with rotary embedding on a grid of frames × height × width."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from diffusers.configuration_utils import register_to_config
+
+# Loading a saved pipeline, diffusers looks for ModelMixin in the module that defines the model class.
+from diffusers.models.modeling_utils import ModelMixin  # noqa: F401
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..processor import MHLAConfig, MHLAProcessor
+from .family import Family, Objective
+from .flow_matching import FlowMatchingObjective, drop_captions
+from .model import MHLAModelMixin
+
+
+class WanFamily(Family):
+    """diffusers' WanTransformer3DModel and the pipelines around it."""
+
+    name = "wan"
+    default_config = MHLAConfig(blocks=(3, 5, 10), normalize=False, head_norm=True, gate=True)
+    linear_blocks = (1, 1, 1)
+    trained_with_softmax = True
+    presets = {
+        "Wan2.1-1.3B": {
+            "patch_size": (1, 2, 2),
+            "num_attention_heads": 12,
+            "attention_head_dim": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "text_dim": 4096,
+            "freq_dim": 256,
+            "ffn_dim": 8960,
+            "num_layers": 30,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+        }
+    }
+
+    @property
+    def base_class(self) -> type[nn.Module]:
+        return WanTransformer3DModel
+
+    @property
+    def model_class(self) -> type[nn.Module]:
+        return MHLAWanTransformer3DModel
+
+    def own_processor(self) -> Any:
+        return WanAttnProcessor()
+
+    def blocks_of(self, model: nn.Module) -> Sequence[nn.Module]:
+        return model.blocks
+
+    def hybrid_layers(self, num_layers: int) -> tuple[int, ...]:
+        return tuple(i for i in range(num_layers) if i % 3)
+
+    @staticmethod
+    def tell_grid(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Read the grid off the rotary embedding (`GridRotaryPosEmbed`) and hand it on flat, as attention takes it."""
+        rotary = args[3] if len(args) > 3 else kwargs["rotary_emb"]
+        if rotary[0].ndim != 6:
+            return None
+        if isinstance(block.attn1.processor, MHLAProcessor):
+            block.attn1.processor.grid = tuple(rotary[0].shape[1:4])
+        flat = tuple(angles.flatten(1, 3) for angles in rotary)
+        if len(args) > 3:
+            return (*args[:3], flat, *args[4:]), kwargs
+        return args, {**kwargs, "rotary_emb": flat}
+
+    def usual_grid(self, model: nn.Module) -> tuple[int, ...]:
+        latents = (21, 60, 104)  # 81 frames of 480×832
+        return tuple(length // patch for length, patch in zip(latents, model.config.patch_size, strict=True))
+
+    def objective(self, **options: Any) -> Objective:
+        return WanObjective(**options)
+
+    def pipeline_class(self) -> type:
+        from ..pipelines import MHLAWanPipeline
+
+        return MHLAWanPipeline
+
+    def build_pipeline(self, transformer: nn.Module, components: Mapping[str, Any]) -> Any:
+        scheduler = components.get("scheduler") or UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=3.0
+        )
+        parts = {name: components.get(name) for name in ("tokenizer", "text_encoder", "vae")}
+        return self.pipeline_class()(transformer=transformer, scheduler=scheduler, **parts)
+
+    @torch.no_grad()
+    def encode(
+        self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]
+    ) -> Tensor:
+        """Videos (B, 3, F, H, W) with F = 4k + 1 frames, or images (B, 3, H, W), to latents (B, C, k + 1, H/8, W/8).
+
+        Draws nothing: Wan was trained on the VAE's mean.
+        """
+        videos = images if images.ndim == 5 else images.unsqueeze(2)
+        vae = components.get("vae")
+        if vae is None:
+            return videos
+        latents = vae.encode(videos.to(vae.dtype)).latent_dist.mean
+        mean, std = (
+            torch.tensor(values).to(latents).view(1, -1, 1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        return (latents - mean) / std
+
+    def encode_prompts(
+        self, components: Mapping[str, Any], prompts: Sequence[str], max_sequence_length: int = 512
+    ) -> dict[str, Tensor]:
+        """As WanPipeline encodes a prompt: {"prompt_embeds": (B, L, C)}, zeros after each caption's end.
+
+        In the dtype and on the device of `components["text_encoder"]`; L is `max_sequence_length`.
+        """
+        encoder = WanPipeline(components["tokenizer"], components["text_encoder"], None, None)
+        with torch.no_grad():
+            embeds, _ = encoder.encode_prompt(
+                list(prompts),
+                do_classifier_free_guidance=False,
+                max_sequence_length=max_sequence_length,
+                device=components["text_encoder"].device,
+            )
+        return {"prompt_embeds": embeds}
+
+    def null_conditions(self, components: Mapping[str, Any], max_sequence_length: int = 512) -> dict[str, Tensor]:
+        """The embedding of the empty prompt, {"null_embeds": (1, L, C)}."""
+        return {"null_embeds": self.encode_prompts(components, [""], max_sequence_length)["prompt_embeds"]}
+
+    def from_original(
+        self,
+        state_dict: Mapping[str, Tensor],
+        metadata: Mapping[str, str] | None = None,
+        mhla: Mapping[str, Any] | None = None,
+    ) -> nn.Module:
+        """Weights under the names of the Wan2.1 release, with MHLA layers or without: see the end of this file."""
+        weights = {name.removeprefix("model.diffusion_model."): value for name, value in state_dict.items()}
+        config = original_config(weights, metadata or {}, mhla or {})
+        with torch.device("meta"):
+            model = MHLAWanTransformer3DModel(**config)
+        rope = model.rope
+        model.rope = type(rope)(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+        _load_original(model, weights)
+        return model.eval()
+
+    def to_original(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        mhla = model.config.get("mhla")
+        if mhla is not None and (mhla["feature_map"] not in ("relu", "relu_eps") or mhla["rope"] != "after"):
+            raise UserError(
+                f"MHLA with feature_map={mhla['feature_map']!r} and rope={mhla['rope']!r} has no original format, "
+                "which knows feature_map='relu_eps' (or 'relu', nearly the same) and rope='after'."
+            )
+        weights = {}
+        for name, value in model.state_dict().items():
+            if ".processor.mixing." in name:
+                index = int(name.split(".")[1])
+                name = f"blocks.{index}.attn1.processor.mixing.weights.0"
+                value = model.blocks[index].attn1.processor.mixing.matrix().detach()[:, :, None, None]
+            weights[_renamed(name, to_original=True)] = value.contiguous()
+        config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+        return weights, {"config": json.dumps(config)}
+
+
+WAN = WanFamily()
+
+
+class GridRotaryPosEmbed(WanRotaryPosEmbed):
+    """Wan's rotary embedding in the shape of the token grid, (1, frames, height, width, 1, D) each of cos and sin.
+
+    Every block so is told its grid with its arguments, and flattens them before use. Shapes are all that survives
+    checkpointing, compiling, offloading and copying alike.
+    """
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        grid = [length // patch for length, patch in zip(hidden_states.shape[2:], self.patch_size, strict=True)]
+        return tuple(angles.unflatten(1, grid) for angles in super().forward(hidden_states))
+
+
+class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
+    """WanTransformer3DModel with MHLA in its self-attention layers, for text, image and video to video alike.
+
+    Args: those of the base class, and
+        mhla: fields of MHLAConfig; None keeps softmax attention everywhere.
+    """
+
+    family = WAN
+
+    @register_to_config
+    def __init__(
+        self,
+        patch_size: tuple[int, ...] = (1, 2, 2),
+        num_attention_heads: int = 40,
+        attention_head_dim: int = 128,
+        in_channels: int = 16,
+        out_channels: int = 16,
+        text_dim: int = 4096,
+        freq_dim: int = 256,
+        ffn_dim: int = 13824,
+        num_layers: int = 40,
+        cross_attn_norm: bool = True,
+        qk_norm: str | None = "rms_norm_across_heads",
+        eps: float = 1e-6,
+        image_dim: int | None = None,
+        added_kv_proj_dim: int | None = None,
+        rope_max_seq_len: int = 1024,
+        pos_embed_seq_len: int | None = None,
+        mhla: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            patch_size=patch_size,
+            num_attention_heads=num_attention_heads,
+            attention_head_dim=attention_head_dim,
+            in_channels=in_channels,
+            out_channels=out_channels,
+            text_dim=text_dim,
+            freq_dim=freq_dim,
+            ffn_dim=ffn_dim,
+            num_layers=num_layers,
+            cross_attn_norm=cross_attn_norm,
+            qk_norm=qk_norm,
+            eps=eps,
+            image_dim=image_dim,
+            added_kv_proj_dim=added_kv_proj_dim,
+            rope_max_seq_len=rope_max_seq_len,
+            pos_embed_seq_len=pos_embed_seq_len,
+        )
+        self._init_mhla(mhla)
+
+    def _set_mhla(self, description: MHLAProcessor) -> None:
+        super()._set_mhla(description)
+        self.rope.__class__ = GridRotaryPosEmbed
+
+
+class WanObjective(FlowMatchingObjective):
+    """Wan's loss: flow matching with shift 3 and logit-normal σ.
+
+    Conditions: `prompt_embeds` (B, L, text_dim), zeros after the caption's end as WanPipeline makes them; and
+    `null_embeds` (1 or B, L', text_dim), the embedding of "", which stands in for dropped captions (zeros where
+    it is not given, unlike in guidance).
+    """
+
+    def condition(self, conditions: Mapping[str, Tensor], dropped: Tensor) -> dict[str, Tensor]:
+        embeds, _ = drop_captions(conditions["prompt_embeds"], dropped, conditions.get("null_embeds"))
+        return {"encoder_hidden_states": embeds}
+
+    def predict(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        return model(
+            inputs["noisy"], timestep=inputs["timestep"], encoder_hidden_states=inputs["encoder_hidden_states"]
+        ).sample
+
+
+# The original format ------------------------------------------------------------------------------------------------
+#
+# Names of the Wan2.1 release and, for the self-attention of MHLA layers, of the released Wan-MHLA: (original, here).
+
+OUTSIDE_BLOCKS = (
+    ("patch_embedding", "patch_embedding"),
+    ("text_embedding.0", "condition_embedder.text_embedder.linear_1"),
+    ("text_embedding.2", "condition_embedder.text_embedder.linear_2"),
+    ("time_embedding.0", "condition_embedder.time_embedder.linear_1"),
+    ("time_embedding.2", "condition_embedder.time_embedder.linear_2"),
+    ("time_projection.1", "condition_embedder.time_proj"),
+    ("img_emb.proj.0", "condition_embedder.image_embedder.norm1"),
+    ("img_emb.proj.1", "condition_embedder.image_embedder.ff.net.0.proj"),
+    ("img_emb.proj.3", "condition_embedder.image_embedder.ff.net.2"),
+    ("img_emb.proj.4", "condition_embedder.image_embedder.norm2"),
+    ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"),
+    ("head.head", "proj_out"),
+    ("head.modulation", "scale_shift_table"),
+)
+IN_BLOCK = (
+    *(
+        (f"{original}.{part}", f"{here}.{name}")
+        for original, here in (("self_attn", "attn1"), ("cross_attn", "attn2"))
+        for part, name in (
+            ("q", "to_q"),
+            ("k", "to_k"),
+            ("v", "to_v"),
+            ("o", "to_out.0"),
+            ("norm_q", "norm_q"),
+            ("norm_k", "norm_k"),
+        )
+    ),
+    ("cross_attn.k_img", "attn2.add_k_proj"),
+    ("cross_attn.v_img", "attn2.add_v_proj"),
+    ("cross_attn.norm_k_img", "attn2.norm_added_k"),
+    ("norm3", "norm2"),
+    ("ffn.0", "ffn.net.0.proj"),
+    ("ffn.2", "ffn.net.2"),
+    ("modulation", "scale_shift_table"),
+    ("self_attn.block_attn.conv.weight", "attn1.processor.mixing.weights.0"),
+    ("self_attn.g", "attn1.processor.gate"),
+    ("self_attn.g_norm", "attn1.processor.head_norm"),
+    ("self_attn.lepe", "attn1.processor.cpe"),
+)
+MIXING = "self_attn.block_attn.conv.weight"
+
+
+def original_config(
+    weights: Mapping[str, Tensor], metadata: Mapping[str, str], mhla: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Arguments of MHLAWanTransformer3DModel for weights in the original format.
+
+    Everything is read off the weights: which layers have MHLA, its gate, head norm and CPE. They do not hold the block
+    counts (known for M = 150 and M = 1) and not whether there is a denominator (the released ones have none); that,
+    and for weights without MHLA the number of heads, comes from `mhla`, else from `metadata` (the model's "config" as
+    `to_original` writes it, or "blocks", "heads" and "options"), else is the published value.
+    """
+    if "config" in metadata:
+        config = json.loads(metadata["config"])
+        fields = config.get("mhla")
+        return {**config, "mhla": {**fields, **mhla} if fields is not None else None}
+
+    def shape(name: str) -> tuple[int, ...]:
+        if name not in weights:
+            raise UserError(f"these are not the weights of an original Wan transformer: they lack {name}.")
+        return tuple(weights[name].shape)
+
+    dim, in_channels, *patch_size = shape("patch_embedding.weight")
+    indices = {int(name.split(".")[1]) for name in weights if name.startswith("blocks.")}
+    layers = [i for i in sorted(indices) if f"blocks.{i}.{MIXING}" in weights]
+    if layers and f"blocks.{layers[0]}.self_attn.g_norm.weight" in weights:
+        head_dim = shape(f"blocks.{layers[0]}.self_attn.g_norm.weight")[0]
+    else:
+        head_dim = dim // int(metadata["heads"]) if "heads" in metadata else 128
+    if dim % head_dim:
+        raise UserError(f"a width of {dim} is no multiple of {head_dim}, the width of Wan's heads; give heads.")
+    config = {
+        "patch_size": tuple(patch_size),
+        "num_attention_heads": dim // head_dim,
+        "attention_head_dim": head_dim,
+        "in_channels": in_channels,
+        "out_channels": shape("head.head.weight")[0] // math.prod(patch_size),
+        "text_dim": shape("text_embedding.0.weight")[1],
+        "freq_dim": shape("time_embedding.0.weight")[1],
+        "ffn_dim": shape("blocks.0.ffn.0.weight")[0],
+        "num_layers": len(indices),
+        "cross_attn_norm": "blocks.0.norm3.weight" in weights,
+        "mhla": _original_mhla(weights, layers, len(indices), metadata, mhla) if layers else None,
+    }
+    if "img_emb.proj.0.weight" in weights:
+        config["image_dim"] = shape("img_emb.proj.0.weight")[0]
+        config["added_kv_proj_dim"] = shape("blocks.0.cross_attn.k_img.weight")[1]
+    if "img_emb.emb_pos" in weights:
+        config["pos_embed_seq_len"] = shape("img_emb.emb_pos")[1]
+    return config
+
+
+def _original_mhla(
+    weights: Mapping[str, Tensor],
+    layers: Sequence[int],
+    num_layers: int,
+    metadata: Mapping[str, str],
+    mhla: Mapping[str, Any],
+) -> dict[str, Any]:
+    first = f"blocks.{layers[0]}.self_attn."
+    if len(layers) == num_layers:
+        which: Any = "all"
+    else:
+        which = "hybrid" if tuple(layers) == WAN.hybrid_layers(num_layers) else list(layers)
+    fields = {
+        "feature_map": "relu_eps",
+        "normalize": bool(ast.literal_eval(metadata.get("options", "{}")).get("normalize_out", False)),
+        "gate": first + "g.weight" in weights,
+        "cpe": first + "lepe.weight" in weights,
+        "head_norm": first + "g_norm.weight" in weights,
+        "layers": which,
+        **mhla,
+    }
+    count = weights[f"blocks.{layers[0]}.{MIXING}"].shape[0]
+    blocks = fields.get("blocks")
+    if blocks is None and "blocks" in metadata:
+        blocks = ast.literal_eval(metadata["blocks"])
+    if blocks is None:
+        known = {math.prod(counts): counts for counts in (WAN.default_config.blocks, WAN.linear_blocks)}
+        if count not in known:
+            raise UserError(
+                f"the weights mix {count} blocks but do not say how many these are along frames, height and width; "
+                f"give blocks: three counts whose product is {count}."
+            )
+        blocks = known[count]
+    if math.prod(blocks) != count:
+        raise UserError(
+            f"blocks={tuple(blocks)} are {math.prod(blocks)} blocks, but the weights mix {count}; give the counts that "
+            "they were trained with (the converted model can be resized to others)."
+        )
+    return {**fields, "blocks": tuple(blocks)}
+
+
+def _load_original(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Fill `model` with `weights` themselves (no copy, their dtype)."""
+    converted = {
+        _renamed(name): value.flatten(1) if name.endswith(MIXING) else value for name, value in weights.items()
+    }
+    expected = {name: value.shape for name, value in model.state_dict().items()}
+    missing = [name for name in expected if name not in converted]
+    if missing:
+        raise UserError(
+            f"the original weights lack {len(missing)} tensors, such as {_renamed(missing[0], to_original=True)}."
+        )
+    for name, value in converted.items():
+        if value.shape != expected.get(name):
+            wanted = tuple(expected[name]) if name in expected else "no such tensor"
+            raise UserError(
+                f"the original weights have {_renamed(name, to_original=True)} of shape {tuple(value.shape)}, but the "
+                f"model that the others make needs {wanted}."
+            )
+    model.load_state_dict(converted, strict=True, assign=True)
+
+
+def _renamed(name: str, to_original: bool = False) -> str:
+    """The name of a weight here from its original name, or the other way round."""
+    prefix, rest, table = "", name, OUTSIDE_BLOCKS
+    if name.startswith("blocks."):
+        _, index, rest = name.split(".", 2)
+        prefix, table = f"blocks.{index}.", IN_BLOCK
+    for original, here in table:
+        old, new = (here, original) if to_original else (original, here)
+        if rest == old or rest.startswith(old + "."):
+            return prefix + new + rest[len(old) :]
+    raise UserError(f"the original format of Wan has no {'place for ' if to_original else ''}weight {name}.")
