@@ -18,6 +18,7 @@ from .feature_maps import at_least_float32, build_feature_map, check_feature_map
 from .layout import BlockLayout, check_counts
 from .mixing import BlockMixing, check_mixing_kind
 
+DEFAULT_EPS = 1e-6
 SPACINGS = ("even", "first", "last")
 SILU_ONE = 1.278464542761074  # SiLU(SILU_ONE) = 1: the bias with which a fresh gate changes nothing
 
@@ -34,7 +35,7 @@ class MHLAConfig:
     mixing: str = "full"  # "full" or "separable"
     feature_map: str = "relu"  # relu, relu_eps, elu, identity, positive_random, hedgehog
     normalize: bool = True  # divide by φ(q)·z̃
-    eps: float = 1e-6  # added to the denominator
+    eps: float | None = None  # added to the denominator; None: the family's (SANA 1e-15), else 1e-6
     locality: float = 1.0  # initial mixing: 0 vanilla linear attention, 1 local
     learn_mixing: bool = True
     cpe: bool = False  # depthwise convolution of the values on the grid, added to the output
@@ -52,8 +53,8 @@ class MHLAConfig:
         for name in ("normalize", "learn_mixing", "cpe", "gate", "head_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False.")
-        if not _is_number(self.eps) or not self.eps > 0:
-            raise UserError(f"eps={self.eps!r} must be a positive number.")
+        if self.eps is not None and (not _is_number(self.eps) or not self.eps > 0):
+            raise UserError(f"eps={self.eps!r} must be a positive number or None.")
         if not _is_number(self.locality) or not 0 <= self.locality <= 1:
             raise UserError(f"locality={self.locality!r} must lie between 0 and 1.")
         if self.rope not in ("after", "before"):
@@ -127,7 +128,8 @@ class MHLAProcessor(nn.Module):
 
     def resolve(self, default: MHLAConfig) -> MHLAConfig:
         """The full config this describes, on a family whose defaults are `default`."""
-        return self.config if self.config is not None else dataclasses.replace(default, **self.fields)
+        config = self.config if self.config is not None else dataclasses.replace(default, **self.fields)
+        return dataclasses.replace(config, eps=config.eps or default.eps or DEFAULT_EPS)
 
     @classmethod
     def for_layer(cls, attn: nn.Module, config: MHLAConfig) -> MHLAProcessor:
