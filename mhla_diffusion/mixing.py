@@ -42,11 +42,12 @@ class BlockMixing(nn.Module):
         self.kind = check_mixing_kind(kind)
         axes = [self.blocks] if kind == "full" else [(n,) for n in self.blocks]
         start = [initial_mixing(axis, locality, normalize) for axis in axes]
-        self.weights = nn.ParameterList(nn.Parameter(m, requires_grad=learn) for m in start)
+        self.weights = _Weights(nn.Parameter(m, requires_grad=learn) for m in start)
 
     def forward(self) -> Tensor | tuple[Tensor, ...]:
         """The mixing as `mhla_attention` takes it: (M, M), or one (n_a, n_a) matrix per axis."""
-        return self.weights[0] if self.kind == "full" else tuple(self.weights)
+        weights = self.weights()
+        return weights[0] if self.kind == "full" else weights
 
     def matrix(self) -> Tensor:
         """The full (M, M) matrix, whatever the kind."""
@@ -76,6 +77,15 @@ class BlockMixing(nn.Module):
 
     def extra_repr(self) -> str:
         return f"blocks={self.blocks}, kind={self.kind!r}"
+
+
+class _Weights(nn.ParameterList):
+    """A parameter list that is called for its tensors: only calls make offloading fetch a module's weights."""
+
+    __call__ = nn.Module.__call__
+
+    def forward(self) -> tuple[Tensor, ...]:
+        return tuple(self)
 
 
 def initial_mixing(blocks: tuple[int, ...], locality: float = 1.0, normalize: bool = True) -> Tensor:

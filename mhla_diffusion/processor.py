@@ -134,6 +134,7 @@ class MHLAProcessor(nn.Module):
     @classmethod
     def for_layer(cls, attn: nn.Module, config: MHLAConfig) -> MHLAProcessor:
         """A processor with weights for the diffusers attention layer `attn`, on its device and in its dtype."""
+        config = dataclasses.replace(config, eps=config.eps or DEFAULT_EPS)
         processor = cls(config)
         inner_dim = attn.to_v.out_features
         head_dim = inner_dim // attn.heads

@@ -14,6 +14,8 @@ from torch import Tensor
 from ..errors import UserError
 from .common import MHLAPipelineMixin
 
+OUTPUT_TYPES = ("pil", "np", "pt", "latent")
+
 
 class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
     """DiTPipeline with `set_attn_processor`, for any number of classes, with or without a VAE.
@@ -45,7 +47,7 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
         guidance_scale: float = 4.0,
         generator: torch.Generator | list[torch.Generator] | None = None,
         num_inference_steps: int = 50,
-        output_type: str | None = "pil",
+        output_type: str = "pil",
         return_dict: bool = True,
         latents: Tensor | None = None,
     ) -> ImagePipelineOutput | tuple:
@@ -63,6 +65,8 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
         Raises:
             UserError: for a label that the model does not have or a list of generators of the wrong length.
         """
+        if output_type not in OUTPUT_TYPES:
+            raise UserError(f"output_type={output_type!r} must be one of {', '.join(OUTPUT_TYPES)}.")
         config = self.transformer.config
         device = self._execution_device
         labels, null_class = self._check_labels(class_labels), config.num_embeds_ada_norm
@@ -101,7 +105,12 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
 
     def _check_labels(self, class_labels: Sequence[int] | int) -> list[int]:
         num_classes = self.transformer.config.num_embeds_ada_norm
-        labels = torch.as_tensor(class_labels).reshape(-1).tolist()
+        try:
+            labels = torch.as_tensor(class_labels).reshape(-1).tolist()
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"class_labels={class_labels!r} must be class ids; get_label_ids gives those of names in `labels`."
+            ) from None
         if not labels:
             raise UserError("class_labels is empty; give one class id per image.")
         for label in labels:
@@ -119,7 +128,7 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
     def _step_takes_generator(self) -> bool:
         return "generator" in inspect.signature(self.scheduler.step).parameters
 
-    def _decode(self, latents: Tensor, output_type: str | None) -> Tensor | list:
+    def _decode(self, latents: Tensor, output_type: str) -> Tensor | list:
         samples = latents
         if self.vae is not None:
             samples = self.vae.decode((latents / self.vae.config.scaling_factor).to(self.vae.dtype)).sample

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -182,6 +183,43 @@ class MHLADiTTransformer2DModel(MHLAModelMixin, DiTTransformer2DModel, Attention
             for block in self.transformer_blocks:
                 block.norm1.emb = _GivenConditioning()
         self._init_mhla(mhla)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
+        """As diffusers' `from_pretrained`; `share_embedder` may differ from the checkpoint's.
+
+        Raises:
+            UserError: for MHLA weights that are missing or unknown, or blocks with embedders of their own that cannot
+                be shared.
+        """
+        share = kwargs.pop("share_embedder", None)
+        loaded = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        if share is not None:
+            (loaded[0] if isinstance(loaded, tuple) else loaded).share_embedder_(share)
+        return loaded
+
+    def share_embedder_(self, share: bool = True) -> None:
+        """Have one timestep and label embedder, or with `share=False` diffusers' copy per block, in place.
+
+        Raises:
+            UserError: when the blocks' embedders are not equal, so that sharing one would change the model.
+        """
+        norms = [block.norm1 for block in self.transformer_blocks]
+        if share == self.config.share_embedder:
+            return
+        if share:
+            first = norms[0].emb.state_dict()
+            for norm in norms[1:]:
+                if any(not torch.equal(first[name], weight) for name, weight in norm.emb.state_dict().items()):
+                    raise UserError("share_embedder=True needs blocks with equal embedders; this model's differ.")
+            self.embedder = norms[0].emb
+            for norm in norms:
+                norm.emb = _GivenConditioning()
+        else:
+            for norm in norms:
+                norm.emb = copy.deepcopy(self.embedder)
+            del self.embedder
+        self.register_to_config(share_embedder=share)
 
     def forward(
         self,

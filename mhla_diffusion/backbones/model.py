@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -44,18 +45,27 @@ class MHLAModelMixin:
     def set_attn_processor(self, processor: Any) -> None:
         """Set attention processors, as on any diffusers model.
 
-        An `MHLAProcessor` is bound to every self-attention layer its config names; the other self-attention layers get
-        the family's own attention (back), and cross-attention is left alone. Anything else (a stock processor, a dict
-        of processors) goes where diffusers puts it.
+        An `MHLAProcessor` is bound to every self-attention layer its config names, except where the layer has exactly
+        this MHLA already; the other self-attention layers get the family's own attention (back), and cross-attention
+        is left alone. Anything else (a stock processor, a dict of processors) goes where diffusers puts it.
+
+        Warns where the model's output becomes another than before (softmax attention replaced: noise until fine-tuned).
         """
         if isinstance(processor, MHLAProcessor):
+            before = self.mhla_config
             self._set_mhla(processor)
+            warning = self.family.retrofit_warning(self.mhla_config) if before is None else _replaced(before, self)
+            if warning is not None:
+                _warn_caller(warning)
             return
+        if isinstance(processor, dict):
+            _check_processors(processor)
         super().set_attn_processor(processor)
         bound = [i for i, attn in enumerate(self._self_attention()) if isinstance(attn.processor, MHLAProcessor)]
         if not bound:
             self.register_to_config(mhla=None)
             return
+        self._hook_grids()
         config = self._self_attention()[bound[0]].processor.config
         layers = "all" if len(bound) == len(self._self_attention()) else tuple(bound)
         self.register_to_config(mhla=dataclasses.replace(config, layers=layers).to_dict())
@@ -124,37 +134,85 @@ class MHLAModelMixin:
             )
         blocks = self.family.blocks_of(self)
         layers = config.layer_indices(len(blocks), self.family.hybrid_layers(len(blocks)))
+        self._hook_grids()
         for index, block in enumerate(blocks):
-            _hook_grid(block, self.family)
             if index in layers:
-                block.attn1.set_processor(MHLAProcessor.for_layer(block.attn1, config))
+                if not _same_attention(block.attn1.processor, config):
+                    block.attn1.set_processor(MHLAProcessor.for_layer(block.attn1, config))
             elif isinstance(block.attn1.processor, MHLAProcessor):
                 block.attn1.set_processor(self.family.own_processor())
         self.register_to_config(mhla=config.to_dict())
+
+    def _hook_grids(self) -> None:
+        """Have the family tell every block's MHLA processor, if it has one, its grid at every call."""
+        for block in self.family.blocks_of(self):
+            if not any(hook is self.family.tell_grid for hook in block._forward_pre_hooks.values()):
+                block.register_forward_pre_hook(self.family.tell_grid, with_kwargs=True)
 
 
 def convert_(model: nn.Module, family: Family, processor: MHLAProcessor) -> nn.Module:
     """Turn a stock diffusers transformer into its MHLA class in place (no weight is copied) and set `processor`.
 
-    Warns once where the model's output is another than before (softmax attention replaced: noise until fine-tuned).
+    A processor that does not suit the model is an error that leaves the model as it was.
     """
-    fresh = not isinstance(model, MHLAModelMixin) or model.mhla_config is None
     if not isinstance(model, MHLAModelMixin):
         if type(model) is not family.base_class:
             raise UserError(f"a {type(model).__name__} cannot be retrofitted; expected {family.base_class.__name__}.")
+        stock_config = model._internal_dict
         model.__class__ = family.model_class
-        model.register_to_config(mhla=None, **family.model_defaults())
+        try:
+            model.register_to_config(mhla=None, **family.model_defaults())
+            model.set_attn_processor(processor)
+        except Exception:
+            model.__class__, model._internal_dict = family.base_class, stock_config
+            raise
+        return model
     model.set_attn_processor(processor)
-    warning = family.retrofit_warning(model.mhla_config) if fresh else None
-    if warning is not None:
-        warnings.warn(warning, stacklevel=3)
     return model
 
 
-def _hook_grid(block: nn.Module, family: Family) -> None:
-    """Have the family tell the block's MHLA processor, if it has one, its grid at every call."""
-    if not any(hook is family.tell_grid for hook in block._forward_pre_hooks.values()):
-        block.register_forward_pre_hook(family.tell_grid, with_kwargs=True)
+def _same_attention(processor: Any, config: MHLAConfig) -> bool:
+    """Whether `processor` is MHLA that does what `config` says, in whichever layers."""
+    return (
+        isinstance(processor, MHLAProcessor)
+        and dataclasses.replace(processor.config, layers=config.layers, spacing=config.spacing) == config
+    )
+
+
+def _replaced(before: MHLAConfig, model: MHLAModelMixin) -> str | None:
+    """What to say when a model's MHLA gave way to another with fresh weights."""
+    after = model.mhla_config
+    changed = [
+        field.name
+        for field in dataclasses.fields(after)
+        if field.name not in ("layers", "spacing") and getattr(before, field.name) != getattr(after, field.name)
+    ]
+    if not changed:
+        return None
+    return (
+        f"this model already had MHLA; its weights are replaced by fresh ones, because {', '.join(changed)} "
+        f"{'differs' if len(changed) == 1 else 'differ'} from its config."
+    )
+
+
+def _check_processors(processors: Mapping[str, Any]) -> None:
+    """That a dict of processors gives a model one MHLA config, with weights."""
+    mhla = [processor for processor in processors.values() if isinstance(processor, MHLAProcessor)]
+    if any(not processor.is_bound for processor in mhla):
+        raise UserError(
+            "the dict of processors holds an MHLAProcessor without weights; set MHLAProcessor(layers=[…]) itself on "
+            "the model, which makes one with weights per layer."
+        )
+    if any(not _same_attention(processor, mhla[0].config) for processor in mhla):
+        raise UserError("the dict of processors holds MHLAProcessors of different configs; a model has one.")
+
+
+def _warn_caller(message: str) -> None:
+    """Warn at the line of the first caller outside this library."""
+    frame, level, library = inspect.currentframe(), 1, __name__.partition(".")[0]
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == library:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def first_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor:

@@ -235,8 +235,8 @@ class MHLAWanTransformer3DModel(MHLAModelMixin, WanTransformer3DModel):
         )
         self._init_mhla(mhla)
 
-    def _set_mhla(self, description: MHLAProcessor) -> None:
-        super()._set_mhla(description)
+    def _hook_grids(self) -> None:
+        super()._hook_grids()
         self.rope.__class__ = GridRotaryPosEmbed
 
 
