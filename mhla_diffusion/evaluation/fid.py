@@ -1,0 +1,446 @@
+"""Scores of a set of generated images against a reference set: FID, sFID, Inception score, precision, recall, KID.
+
+The protocol is that of the ADM evaluation suite (Dhariwal & Nichol 2021): FID and sFID from all images of both sides,
+precision and recall with 3 neighbours against at most 10,000 reference images, the Inception score over splits of
+5,000. KID is torch-fidelity's: the mean over 100 subsets of 1,000 of the unbiased estimate with the cubic kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD, isc_features_to_metric
+from tqdm import tqdm
+
+from ..errors import UserError, nearest
+from .features import FeatureNetwork, load_feature_network
+from .images import ImageSet, npz_keys, read_labels
+from .statistics import (
+    FeatureStatistics,
+    StatisticsAccumulator,
+    frechet_distance,
+    kernel_distance,
+    precision_recall,
+)
+
+METRICS = ("fid", "sfid", "inception_score", "precision", "recall", "kid", "accuracy")
+REFERENCE_FEATURES = 10_000
+SPLIT = 5_000
+KID_SUBSETS, KID_SUBSET_SIZE = 100, 1000
+
+
+@dataclass
+class ImageStatistics:
+    """What is kept of a set of images: enough for every metric.
+
+    Attributes:
+        pooled, spatial: statistics over all images.
+        features: (n, D) float32, those of the images that precision, recall and KID use.
+        indices: the image of each row of `features`, in the order of the set.
+        logits: (n, C) float32.
+    """
+
+    pooled: FeatureStatistics
+    spatial: FeatureStatistics | None = None
+    features: Tensor | None = None
+    indices: Tensor | None = None
+    logits: Tensor | None = None
+    network: str = ""
+    fingerprint: str = ""
+    sizes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int | None:
+        """Number of images, or None where a statistics file does not say."""
+        return self.pooled.count
+
+    def save(self, path: str | Path) -> None:
+        """Write an `.npz` file: `mu`, `sigma`, `mu_s`, `sigma_s` as the ADM suite, and what other metrics need."""
+        path = Path(path)
+        if path.suffix != ".npz":
+            raise UserError(f"a statistics file ends in .npz, got {str(path)!r}")
+        arrays = {
+            "mu": self.pooled.mean,
+            "sigma": self.pooled.covariance,
+            "factor": self.pooled.factor,
+            "num_images": np.array(self.count or 0),
+            "network": np.array([self.network, self.fingerprint]),
+            "sizes": np.array(self.sizes, dtype=str),
+        }
+        if self.spatial is not None:
+            arrays |= {"mu_s": self.spatial.mean, "sigma_s": self.spatial.covariance, "factor_s": self.spatial.factor}
+        if self.features is not None:
+            arrays["features"] = self.features
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(temporary, "wb") as file:
+                np.savez(file, **{name: np.asarray(value) for name, value in arrays.items()})
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(f"the statistics cannot be written to {str(path)!r} ({error.strerror})") from None
+
+    @classmethod
+    def load(cls, path: str | Path) -> ImageStatistics:
+        """Read a file of `save`, or one with `mu` and `sigma` (and `mu_s`, `sigma_s`) from elsewhere."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in file.files if name != "arr_0"}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{str(path)!r} cannot be read as a statistics file ({error})") from None
+        if "mu" not in arrays or "sigma" not in arrays:
+            raise UserError(f"{str(path)!r} holds neither 'mu' and 'sigma' nor images 'arr_0', but {sorted(arrays)}")
+        count = int(arrays["num_images"]) if "num_images" in arrays else None
+
+        def read(suffix: str) -> FeatureStatistics | None:
+            if f"mu{suffix}" not in arrays or f"sigma{suffix}" not in arrays:
+                return None
+            if f"factor{suffix}" in arrays:
+                mean, factor = (torch.as_tensor(arrays[f"{name}{suffix}"]).double() for name in ("mu", "factor"))
+                return FeatureStatistics(mean, factor, count)
+            return FeatureStatistics.from_covariance(arrays[f"mu{suffix}"], arrays[f"sigma{suffix}"], count)
+
+        features = torch.as_tensor(arrays["features"]) if "features" in arrays else None
+        network, fingerprint = (str(name) for name in arrays["network"]) if "network" in arrays else ("", "")
+        sizes = [str(size) for size in arrays["sizes"]] if "sizes" in arrays else []
+        return cls(read(""), read("_s"), features, network=network, fingerprint=fingerprint, sizes=sizes)
+
+
+def compute_statistics(
+    source: str | Path | ImageSet,
+    features: str | FeatureNetwork = "inception",
+    *,
+    inception_weights: str | Path | None = None,
+    keep_features: int | None = REFERENCE_FEATURES,
+    keep_logits: bool = False,
+    batch_size: int = 64,
+    workers: int = 4,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> ImageStatistics:
+    """Pass a folder or `arr_0` file of images through a feature network once.
+
+    Args:
+        source: the images.
+        features: name of a network, or one that is loaded.
+        inception_weights: Inception's weight file, see `load_feature_network`.
+        keep_features: keep the features of this many images, evenly spaced over the set; None: of all.
+        keep_logits: keep the class scores of all images.
+        batch_size: images per forward pass; does not change the result beyond rounding.
+        workers: threads that decode images.
+
+    Raises:
+        UserError: no images, or fewer than two readable ones.
+    """
+    images = source if isinstance(source, ImageSet) else ImageSet(source)
+    network = (
+        features if isinstance(features, FeatureNetwork) else load_feature_network(features, inception_weights, device)
+    )
+    kept = len(images) if keep_features is None else min(keep_features, len(images))
+    chosen = set(np.linspace(0, len(images) - 1, kept).round().astype(int).tolist()) if kept else set()
+    pooled, spatial = StatisticsAccumulator(), StatisticsAccumulator()
+    rows: list[tuple[int, Tensor]] = []
+    scores: list[tuple[int, Tensor]] = []
+    description = f"{images.role} features"
+    with tqdm(total=len(images), desc=description, unit="image", disable=not progress, dynamic_ncols=True) as bar:
+        for indices, batch in images.batches(batch_size, workers):
+            found = network(batch)
+            pooled.add(found.pooled)
+            if found.spatial is not None:
+                spatial.add(found.spatial)
+            values = found.pooled.cpu()
+            rows += [(index, values[i]) for i, index in enumerate(indices) if index in chosen]
+            if keep_logits and found.logits is not None:
+                scores += list(zip(indices, found.logits.float().cpu(), strict=True))
+            bar.update(len(indices))
+    if images.read < 2:
+        reason = f" ({images.unreadable[0]})" if images.unreadable else ""
+        raise UserError(
+            f"{images.role} {str(images.path)!r} has {images.read} readable images, at least 2 are needed{reason}"
+        )
+    rows.sort(key=lambda row: row[0])
+    scores.sort(key=lambda row: row[0])
+    return ImageStatistics(
+        pooled.finish(),
+        spatial.finish() if network.has_spatial else None,
+        torch.stack([row for _, row in rows]) if rows else None,
+        torch.tensor([index for index, _ in rows]),
+        torch.stack([row for _, row in scores]) if scores else None,
+        network.name,
+        network.fingerprint,
+        list(images.sizes),
+        images.notes(grey_expected=network.classifies_labels),
+    )
+
+
+def fid_from_statistics(first: Any, second: Any) -> float:
+    """Fréchet distance of two statistics.
+
+    Args:
+        first, second: `ImageStatistics`, `FeatureStatistics`, a mapping with `mu` and `sigma`, or a statistics file.
+
+    Raises:
+        UserError: different numbers of features, or different feature networks.
+    """
+
+    def read(value: Any) -> tuple[FeatureStatistics, tuple[str, str]]:
+        if isinstance(value, (str, Path)):
+            value = ImageStatistics.load(value)
+        if isinstance(value, ImageStatistics):
+            return value.pooled, (value.network, value.fingerprint)
+        if isinstance(value, FeatureStatistics):
+            return value, ("", "")
+        return FeatureStatistics.from_covariance(value["mu"], value["sigma"]), ("", "")
+
+    (first, first_network), (second, second_network) = read(first), read(second)
+    _same_network(first_network, second_network)
+    return frechet_distance(first, second)
+
+
+def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float, int]:
+    """Inception score (Salimans et al. 2016): mean and standard deviation over parts, and their number.
+
+    A part has about `split` images. The images are shuffled first (fixed seed), so that a folder sorted by class does
+    not make each part hold few classes.
+    """
+    splits = max(1, round(len(logits) / split))
+    found = isc_features_to_metric(logits, splits)
+    return found[KEY_METRIC_ISC_MEAN], found[KEY_METRIC_ISC_STD], splits
+
+
+def evaluate_images(
+    generated: str | Path,
+    reference: str | Path,
+    features: str | FeatureNetwork = "inception",
+    metrics: Iterable[str] | None = None,
+    *,
+    inception_weights: str | Path | None = None,
+    save_statistics: str | Path | None = None,
+    kid_subsets: int = KID_SUBSETS,
+    batch_size: int = 64,
+    workers: int = 4,
+    device: str | torch.device | None = None,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Score generated images against a reference.
+
+    Args:
+        generated: a folder of images, or an `.npz` file with `arr_0`.
+        reference: the same, or a statistics file: of `save_statistics`, or of the ADM suite (`mu`, `sigma`, `mu_s`,
+            `sigma_s`, `arr_0`).
+        features: "inception", "digits", a name registered with torch-fidelity, or a loaded network.
+        metrics: some of `METRICS`; None: all that the inputs allow.
+        inception_weights: Inception's weight file; None: downloaded once by torch-fidelity.
+        save_statistics: write the reference's statistics here, to be used as `reference` later.
+        kid_subsets: how many subsets KID averages over.
+
+    Returns:
+        The metrics by name (floats, None where it could not be computed), `inception_score_std`, `kid_std`,
+        `num_generated`, `num_reference` (None if unknown), `protocol` (dict), `unavailable` (metric → reason) and
+        `notes`, sentences about the images and the trust that the scores deserve. All of it fits into JSON.
+
+    Raises:
+        UserError: a missing or empty folder, an unknown metric or network, statistics of another network; all of these
+            before any image has been read.
+    """
+    wanted = _wanted(metrics)
+    images = ImageSet(generated, "generated")
+    reference_images = _reference_images(reference)
+    if save_statistics is not None and Path(save_statistics).suffix != ".npz":
+        raise UserError(f"save_statistics={str(save_statistics)!r} must end in .npz")
+    labels = read_labels(generated) if Path(generated).is_dir() else {}
+    network = features
+    if not isinstance(features, FeatureNetwork):
+        network = load_feature_network(features, inception_weights, device)
+    options = {"batch_size": batch_size, "workers": workers, "progress": progress}
+    real = _reference_statistics(reference, reference_images, network, wanted, options)
+    if save_statistics is not None:
+        real.save(save_statistics)
+    fake = compute_statistics(images, network, keep_features=None, keep_logits=True, **options)
+    _same_network((fake.network, fake.fingerprint), (real.network, real.fingerprint))
+
+    result: dict[str, Any] = {}
+    unavailable: dict[str, str] = {}
+    protocol: dict[str, str] = {"features": f"{network.name} (weights {network.fingerprint})"}
+    for metric in wanted:
+        result[metric] = None
+    if "fid" in wanted:
+        result["fid"] = frechet_distance(fake.pooled, real.pooled)
+    if "sfid" in wanted:
+        if fake.spatial is None:
+            unavailable["sfid"] = f"{network.name!r} has no spatial features"
+        elif real.spatial is None:
+            unavailable["sfid"] = "the reference statistics have no spatial part ('mu_s', 'sigma_s')"
+        else:
+            result["sfid"] = frechet_distance(fake.spatial, real.spatial)
+            protocol["sfid"] = f"{len(fake.spatial.mean)} spatial features of mixed_6/conv"
+    if "inception_score" in wanted:
+        if fake.logits is None:
+            unavailable["inception_score"] = f"{network.name!r} has no class scores"
+        else:
+            mean, deviation, splits = inception_score(fake.logits)
+            result |= {"inception_score": mean, "inception_score_std": deviation}
+            protocol["inception_score"] = f"{splits} split{'s' * (splits > 1)} of {len(fake.logits) // splits} images"
+    kept = 0 if real.features is None else len(real.features)
+    if {"precision", "recall"} & set(wanted):
+        if min(kept, len(fake.features)) <= 3:
+            reason = "the reference statistics hold no features of images" if not kept else "fewer than 4 images"
+            unavailable |= {name: reason for name in ("precision", "recall") if name in wanted}
+        else:
+            scores = precision_recall(fake.features, real.features, device=_double_device(network.device))
+            result |= {
+                name: value for name, value in zip(("precision", "recall"), scores, strict=True) if name in wanted
+            }
+            protocol["precision, recall"] = f"3 neighbours, {len(fake.features)} generated and {kept} reference images"
+    if "kid" in wanted:
+        if not kept:
+            unavailable["kid"] = "the reference statistics hold no features of images"
+        else:
+            result["kid"], result["kid_std"] = kernel_distance(
+                fake.features, real.features, kid_subsets, KID_SUBSET_SIZE
+            )
+            size = min(KID_SUBSET_SIZE, len(fake.features), kept)
+            protocol["kid"] = f"{kid_subsets} subsets of {size}, unbiased, cubic kernel"
+    if "accuracy" in wanted:
+        pairs = [
+            (row, labels[images.name(index)])
+            for row, index in enumerate(fake.indices.tolist())
+            if images.name(index) in labels
+        ]
+        if not network.classifies_labels:
+            unavailable["accuracy"] = f"{network.name!r} does not classify the data's own classes"
+        elif not pairs:
+            unavailable["accuracy"] = "there is no labels.jsonl beside the generated images"
+        else:
+            chosen, requested = (torch.tensor(column) for column in zip(*pairs, strict=True))
+            hits = fake.logits[chosen].argmax(1) == requested
+            result["accuracy"] = hits.double().mean().item()
+            protocol["accuracy"] = f"share of {len(pairs)} images recognised as the class that was asked for"
+    return result | {
+        "num_generated": fake.count,
+        "num_reference": real.count,
+        "generated": str(generated),
+        "reference": str(reference),
+        "protocol": protocol,
+        "unavailable": unavailable,
+        "notes": fake.notes + real.notes + _trust(fake, real, network),
+    }
+
+
+def format_table(result: dict[str, Any]) -> str:
+    """The result of `evaluate_images` as text: one metric a line, then the protocol and the notes."""
+    names = {"fid": "FID", "sfid": "sFID", "inception_score": "Inception score", "kid": "KID"}
+    lines = []
+    for metric in METRICS:
+        value = result.get(metric)
+        if value is None:
+            continue
+        spread = result.get(f"{metric}_std")
+        text = f"{value:.3g}" if metric == "kid" else f"{value:.4f}"
+        if spread is not None:
+            text += f" ± {spread:.2g}"
+        name, protocol = names.get(metric, metric.capitalize()), result["protocol"].get(metric, "")
+        lines.append(f"{name:<16} {text:<20} {protocol}".rstrip())
+    if "precision, recall" in result["protocol"]:
+        lines.append(f"{'':<16} {'precision, recall:':<20} {result['protocol']['precision, recall']}")
+    reference = result["num_reference"] or "an unknown number of"
+    lines.append(f"{'images':<16} {result['num_generated']} generated, {reference} reference")
+    lines.append(f"{'features':<16} {result['protocol']['features']}")
+    lines += [f"not computed: {metric}: {reason}" for metric, reason in result["unavailable"].items()]
+    lines += [f"note: {note}" for note in result["notes"]]
+    return "\n".join(lines)
+
+
+def _wanted(metrics: Iterable[str] | None) -> list[str]:
+    if metrics is None:
+        return list(METRICS)
+    metrics = [metrics] if isinstance(metrics, str) else list(metrics)
+    for metric in metrics:
+        if metric not in METRICS:
+            raise UserError(
+                f"metric {metric!r} is not known{nearest(metric, METRICS)}; metrics are {', '.join(METRICS)}"
+            )
+    return [metric for metric in METRICS if metric in metrics]
+
+
+def _reference_images(reference: str | Path) -> ImageSet | None:
+    """The images of the reference, or None where it is a file of statistics alone."""
+    path = Path(reference)
+    if path.is_file() and path.suffix == ".npz":
+        keys = npz_keys(path)
+        if "arr_0" not in keys:
+            if not {"mu", "sigma"} <= set(keys):
+                raise UserError(f"{str(path)!r} holds neither 'mu' and 'sigma' nor images 'arr_0', but {sorted(keys)}")
+            return None
+    return ImageSet(path, "reference")
+
+
+def _reference_statistics(
+    reference: str | Path, images: ImageSet | None, network: FeatureNetwork, wanted: list[str], options: dict
+) -> ImageStatistics:
+    path = Path(reference)
+    if images is not None and not (path.suffix == ".npz" and path.is_file() and "mu" in npz_keys(path)):
+        return compute_statistics(images, network, **options)
+    statistics = ImageStatistics.load(path)
+    if statistics.network:
+        _same_network((network.name, network.fingerprint), (statistics.network, statistics.fingerprint))
+    if len(statistics.pooled.mean) != network.dim:
+        raise UserError(
+            f"the statistics in {str(path)!r} have {len(statistics.pooled.mean)} features, "
+            f"{network.name!r} has {network.dim}"
+        )
+    if statistics.features is None and images is not None and {"precision", "recall", "kid"} & set(wanted):
+        # ADM's reference batches: published statistics of the whole data set, and 10,000 of its images.
+        batch = compute_statistics(images, network, **options)
+        statistics.features, statistics.sizes, statistics.notes = batch.features, batch.sizes, batch.notes
+    return statistics
+
+
+def _same_network(first: tuple[str, str], second: tuple[str, str]) -> None:
+    if first[0] and second[0] and first != second:
+        raise UserError(
+            f"statistics of {second[0]!r} with weights {second[1]} cannot be compared with those of {first[0]!r} with "
+            f"weights {first[1]}"
+        )
+
+
+def _double_device(device: torch.device) -> torch.device:
+    # Apple's GPUs have no float64.
+    return torch.device("cpu") if device.type == "mps" else device
+
+
+def _trust(fake: ImageStatistics, real: ImageStatistics, network: FeatureNetwork) -> list[str]:
+    notes = []
+    for role, statistics in (("generated", fake), ("reference", real)):
+        count = statistics.count
+        if count is None:
+            continue
+        if count <= network.dim:
+            notes.append(
+                f"{count} {role} images are fewer than the {network.dim + 1} that {network.dim} features need: their "
+                "covariance is singular, and the Fréchet distance says more about the number of images than about them."
+            )
+        elif network.classifies_labels and count < network.recommended_images:
+            notes.append(f"With {count} {role} images (fewer than {network.recommended_images}) the scores are noisy.")
+        elif not network.classifies_labels and count < 10_000:
+            notes.append(
+                f"{count} {role} images are fewer than the 10,000 below which FID is strongly biased upwards; "
+                "published values use 50,000."
+            )
+        elif not network.classifies_labels and count < network.recommended_images and role == "generated":
+            notes.append(f"Published FIDs use 50,000 generated images; {count} give a higher value.")
+    if fake.sizes and real.sizes and set(fake.sizes) != set(real.sizes) and len(fake.sizes) == len(real.sizes) == 1:
+        notes.append(
+            f"The generated images are {fake.sizes[0]}, the reference {real.sizes[0]}: the score also counts the "
+            "difference of resolution."
+        )
+    return notes
