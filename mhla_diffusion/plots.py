@@ -1,0 +1,84 @@
+"""Pictures of runs and samples."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from .errors import UserError
+
+
+def read_curve(metrics: str | Path, name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, such as "loss" or "validation/loss", from a run's metrics.jsonl."""
+    path = Path(metrics)
+    if not path.is_file():
+        raise UserError(f"metrics={str(metrics)!r} does not exist; a run's metrics.jsonl is expected.")
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    rows = [row for row in rows if name in row]
+    return [row["step"] for row in rows], [row[name] for row in rows]
+
+
+def plot_losses(runs: Mapping[str, str | Path], out: str | Path, starts: Mapping[str, int] | None = None) -> Path:
+    """Loss curves of several runs in one PNG: training loss as lines, held-out loss as points.
+
+    Args:
+        runs: label to the run's metrics.jsonl.
+        out: the PNG file.
+        starts: label to the step at which its curve begins, for a run that goes on from another; default 0.
+    """
+    figure, axes = _figure(7.0, 4.0)
+    for label, metrics in runs.items():
+        start = (starts or {}).get(label, 0)
+        steps, losses = read_curve(metrics, "loss")
+        (line,) = axes.plot([start + s for s in steps], losses, linewidth=1, alpha=0.6, label=f"{label}, training")
+        steps, losses = read_curve(metrics, "validation/loss")
+        if steps:
+            axes.plot([start + s for s in steps], losses, "o-", color=line.get_color(), label=f"{label}, held out")
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("loss")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    return _save(figure, out)
+
+
+def plot_samples(rows: Mapping[str, Sequence[Image.Image]], columns: Sequence[str], out: str | Path) -> Path:
+    """Images in labelled rows and columns as one PNG, enlarged without smoothing.
+
+    Args:
+        rows: row label to its images, as many as there are columns.
+        columns: column labels.
+        out: the PNG file.
+    """
+    figure, grid = _figure(0.9 * len(columns) + 2.0, 1.0 * len(rows) + 0.4, len(rows), len(columns))
+    for (label, images), line in zip(rows.items(), np.reshape(grid, (len(rows), len(columns))), strict=True):
+        for axes, image, column in zip(line, images, columns, strict=True):
+            axes.imshow(np.asarray(image), cmap="gray", interpolation="nearest")
+            axes.set_xticks([])
+            axes.set_yticks([])
+            if axes.get_subplotspec().is_first_row():
+                axes.set_title(column, fontsize=10)
+        line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=10)
+    return _save(figure, out)
+
+
+def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)  # no window, no global state
+    return figure, figure.subplots(rows, columns)
+
+
+def _save(figure, out: str | Path) -> Path:
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    figure.savefig(temporary, dpi=130, format="png")
+    temporary.replace(path)
+    return path
