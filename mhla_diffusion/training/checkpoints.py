@@ -37,18 +37,18 @@ NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, e
 
 
 @contextlib.contextmanager
-def whole_folder(target: Path) -> Iterator[Path]:
+def whole_folder(target: Path, synced: bool = True) -> Iterator[Path]:
     """Give a temporary folder to fill; when the block ends without an error it becomes `target`, replacing an old one.
 
     At any moment a kill leaves the old folder, the new one, or (for an instant) the old one under a name from which
-    `sweep` restores it.
+    `sweep` restores it. `synced=False` spares forcing every file to disk, for what is easily made again.
     """
     temporary = target.with_name(f"{TEMPORARY}{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
-        for path in temporary.rglob("*"):
+        for path in temporary.rglob("*") if synced else ():
             _sync(path)
         _sync(temporary)
         replaced = target.with_name(f"{TEMPORARY}old-{target.name}")
@@ -136,15 +136,15 @@ def save_checkpoint(
     writer = contextlib.ExitStack()
 
     def begin() -> None:
-        with _as_user_error(folder):
+        with disk_errors(folder.parent, f"checkpoint {folder} cannot be written"):
             begin.path = writer.enter_context(whole_folder(folder))
 
     def write(name: str, tensors: dict[str, torch.Tensor]) -> None:
-        with _as_user_error(folder):
+        with disk_errors(folder.parent, f"checkpoint {folder} cannot be written"):
             save_file(tensors, begin.path / f"{name}.safetensors")
 
     def finish() -> None:
-        with _as_user_error(folder):
+        with disk_errors(folder.parent, f"checkpoint {folder} cannot be written"):
             groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
             (begin.path / "state.json").write_text(json.dumps({**state, "param_groups": groups}), encoding="utf-8")
             writer.close()
@@ -261,14 +261,16 @@ def _readable(path: Path) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _as_user_error(folder: Path) -> Iterator[None]:
+def disk_errors(folder: Path, what: str) -> Iterator[None]:
+    """Turn a full or read-only disk into a `UserError`: `what`, why, and the last good checkpoint in `folder`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        kept = checkpoints(folder.parent)
-        last = f"the last good one is {kept[-1]}" if kept else "there is no earlier one"
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"checkpoint {folder} cannot be written: {reason}; {last}") from error
+        if isinstance(error, OSError) and error.errno not in NO_ROOM:
+            raise
+        kept = checkpoints(folder)
+        last = f"the last good checkpoint is {kept[-1]}" if kept else "there is no earlier checkpoint"
+        raise UserError(f"{what}: {getattr(error, 'strerror', None) or error}; {last}") from error
 
 
 # The checkpoints of a run --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The model that a config asks for: built or loaded, retrofitted, fitted to the data's classes, and what of it learns."""
+"""The model that a config asks for: built or loaded, retrofitted, given the data's classes; and what of it learns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import nn
 
-from ..backbones import FAMILIES
+from ..backbones import family_named
 from ..backbones.family import Family
-from ..errors import UserError, nearest
+from ..errors import UserError
 from ..processor import MHLAConfig
 from ..retrofit import apply_mhla
 from .config import ModelOptions, TrainOptions
@@ -29,10 +29,7 @@ def load_model(
     Raises `UserError` for an unknown family or preset, a checkpoint that cannot be read or is of another family, and
     attention that the checkpoint cannot have.
     """
-    if options.family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise UserError(f"model.family is {options.family!r}; {known} are accepted{nearest(options.family, FAMILIES)}")
-    family = FAMILIES[options.family]
+    family = family_named(options.family)
     mhla = _mhla_config(options, family)
 
     if options.pretrained is None:

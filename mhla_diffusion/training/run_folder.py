@@ -79,8 +79,8 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: str | None, all
         others = [p.name for p in folder.iterdir() if p.name not in ("checkpoints", "run.json") and p.name[0] != "."]
         if others or checkpoints(folder / "checkpoints"):
             raise UserError(
-                f"output_dir {folder} holds other files ({', '.join(sorted(others)[:3])}, …) and no config.yaml of a run; "
-                "choose a new output_dir"
+                f"output_dir {folder} holds other files ({', '.join(sorted(others)[:3])}, …) and no config.yaml of a "
+                "run; choose a new output_dir"
             )
         return
     saved = config_to_dict(config_from_dict(read_yaml(folder / "config.yaml")))

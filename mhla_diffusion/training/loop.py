@@ -1,0 +1,345 @@
+"""The training loop, from a config to an exported pipeline; it reads from top to bottom."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs
+from diffusers.optimization import get_scheduler
+from diffusers.training_utils import EMAModel
+from torch import nn
+from tqdm.auto import tqdm
+
+from ..backbones.family import Family
+from ..errors import UserError
+from .checkpoints import (
+    checkpoint_folder,
+    checkpoints,
+    disk_errors,
+    load_checkpoint,
+    named_ema,
+    named_weights,
+    on_main_process,
+    prune_checkpoints,
+    save_checkpoint,
+    whole_folder,
+    whole_tensor,
+)
+from .config import TrainConfig, config_to_dict
+from .data import BatchPlan, SampleOrder, open_source, read_batches, sample_generator
+from .metrics import MetricLog, mixing_statistics, peak_memory_gib
+from .model import choose_trainable, load_model, parameter_groups
+from .run_folder import open_run
+from .validation import averaged_weights, validation_grid, validation_loss
+
+
+class TrainingDiverged(UserError):
+    """A loss or gradient was not finite; the weights are those before that step."""
+
+
+@dataclass
+class RunResult:
+    """What a run leaves behind."""
+
+    output_dir: Path
+    step: int  # optimiser steps done
+    pipeline: Path | None  # the exported pipeline; None when the run was stopped before its last step
+    metrics: dict[str, float]  # the last ones logged
+    trainable_parameters: int
+    stopped_by: str | None = None  # the signal that ended the run early
+
+
+def finetune(config: TrainConfig, resume: str | None = None, allow_config_change: bool = False) -> RunResult:
+    """Train as `config` says, in one process or in each of those that `accelerate launch` starts.
+
+    Args:
+        resume: None to start, "latest" to go on from the newest checkpoint of `config.output_dir` (or to start when it
+            has none), or the folder of a checkpoint.
+        allow_config_change: go on with a config that differs from the one that the run was started with.
+
+    Raises:
+        UserError: one sentence on what cannot be done as asked, before work is lost.
+    """
+    options = config.train
+    accelerator = Accelerator(
+        mixed_precision=options.mixed_precision,
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
+    )
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
+    say = accelerator.print
+
+    # The run's folder, and the data --------------------------------------------------------------------------------
+    source = open_source(config.data.train, "data.train", config.data.size, config.data.channels, config.data.flip)
+    held_out = None
+    if config.data.validation:
+        held_out = open_source(
+            config.data.validation, "data.validation", config.data.size, config.data.channels, False, source.class_names
+        )
+    checkpoint = on_main_process(accelerator, lambda: open_run(config, resume, allow_config_change))
+    folder = Path(config.output_dir)
+
+    # The model, what of it learns, and how -------------------------------------------------------------------------
+    torch.manual_seed(options.seed)
+    family, model, components = load_model(config.model, len(source.class_names), say)
+    components["id2label"] = dict(enumerate(source.class_names))
+    objective = family.objective(label_dropout=options.label_dropout, **options.objective)
+    objective.prepare_model(model)
+    trainable_parameters = choose_trainable(family, model, options)
+    say(
+        f"{trainable_parameters:,} of {sum(p.numel() for p in model.parameters()):,} parameters learn, "
+        f"on {len(source):,} images of {len(source.class_names)} classes"
+    )
+    if options.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    if options.compile:
+        model.compile()
+    for part in components.values():
+        if isinstance(part, nn.Module):
+            part.to(accelerator.device)
+    adam = torch.optim.AdamW(parameter_groups(model, options), betas=(options.beta1, options.beta2))
+    prepared, optimizer = accelerator.prepare(model.train(), adam)
+    model, adam = accelerator.unwrap_model(prepared), optimizer.optimizer
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    learning_rates = [group["lr"] for group in adam.param_groups]
+    lr_factor = get_scheduler(
+        options.schedule if options.schedule != "constant" else "constant_with_warmup",
+        adam,
+        num_warmup_steps=options.warmup_steps,
+        num_training_steps=options.steps,
+    ).lr_lambdas[0]
+    ema = EMAModel(model.parameters(), decay=options.ema_decay) if options.ema_decay else None
+
+    # Where an earlier start of this run left off -------------------------------------------------------------------
+    first_step, window = 0, []
+    if checkpoint is not None:
+        state = load_checkpoint(checkpoint, model, adam, ema)
+        first_step, window = state["step"], state["window"]
+        if state["data"] != source.fingerprint:
+            raise UserError(
+                f"data.train {config.data.train} has other images ({source.fingerprint}) than the run was started with "
+                f"({state['data']}); restore them, or choose a new output_dir"
+            )
+        if accelerator.scaler is not None and state["scaler"]:
+            accelerator.scaler.load_state_dict(state["scaler"])
+        say(f"going on from {checkpoint}")
+    if first_step > options.steps:
+        raise UserError(f"train.steps is {options.steps}, but the run is already at step {first_step}")
+
+    plan = BatchPlan(
+        SampleOrder(len(source), options.seed),
+        options.batch_size,
+        options.gradient_accumulation,
+        accelerator.process_index,
+        accelerator.num_processes,
+        first_step,
+        options.steps,
+    )
+    log = MetricLog(folder, config.logging, first_step, config_to_dict(config), accelerator.is_main_process)
+
+    def validate(step: int, **changes: Any) -> dict[str, float]:
+        how = dataclasses.replace(config.validation, **changes)
+        values = {}
+        with averaged_weights(model, ema):
+            if held_out is not None:
+                parts = validation_loss(
+                    family,
+                    objective,
+                    prepared,
+                    components,
+                    held_out,
+                    how,
+                    plan.local_batch_size,
+                    options.seed,
+                    accelerator,
+                )
+                values = {f"validation/{name}": value for name, value in parts.items()}
+            if how.images:
+                grid = validation_grid(
+                    family, model, components, how, len(source.class_names), options.seed, accelerator
+                )
+                if step:
+                    on_main_process(accelerator, lambda: log.picture(step, grid))
+        return values
+
+    def save(step: int) -> None:
+        state = {"step": step, "window": window, "data": source.fingerprint, "processes": accelerator.num_processes}
+        state["scaler"] = accelerator.scaler.state_dict() if accelerator.scaler is not None else None
+        place = folder / "checkpoints"
+        save_checkpoint(checkpoint_folder(place, step), accelerator, model, adam, ema, state)
+        on_main_process(
+            accelerator, lambda: prune_checkpoints(place, config.checkpoint.keep_last, config.checkpoint.keep_every)
+        )
+
+    # Anything broken in sampling or validation shows now rather than after the first thousand steps.
+    validate(0, images=min(2, config.validation.images), num_inference_steps=1, loss_images=1)
+
+    # The steps -----------------------------------------------------------------------------------------------------
+    batches = read_batches(source, plan, options.seed, config.data.num_workers)
+    progress = tqdm(
+        initial=first_step,
+        total=options.steps,
+        unit="step",
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 15,
+        disable=not (config.logging.progress and accelerator.is_main_process),
+    )
+    metrics: dict[str, float] = {}
+    history: deque[dict[str, float]] = deque(maxlen=10)
+    step, clock = first_step, (first_step, time.perf_counter())
+    with (
+        stop_signals() as stop,
+        disk_errors(folder / "checkpoints", f"{folder} cannot be written"),
+        contextlib.closing(log),
+        contextlib.closing(batches),
+        progress,
+    ):
+        while step < options.steps:
+            step += 1
+            # What draws from the global generator (dropout layers) must not depend on where a run was cut.
+            torch.manual_seed(sample_generator(options.seed, "step", step, accelerator.process_index).initial_seed())
+            sums: dict[str, torch.Tensor] = {}
+            for part in range(options.gradient_accumulation):
+                batch = next(batches)
+                generators = batch.generators(options.seed)
+                images = batch.images.to(accelerator.device, non_blocking=True)
+                conditions = {name: value.to(accelerator.device) for name, value in batch.conditions.items()}
+                latents = family.encode(components, images, generators)
+                inputs = objective.prepare(model, latents, conditions, generators)
+                is_last = part == options.gradient_accumulation - 1
+                with contextlib.nullcontext() if is_last else accelerator.no_sync(prepared):
+                    losses = {name: values.mean() for name, values in objective.loss(prepared, inputs).items()}
+                    accelerator.backward(losses["loss"] / options.gradient_accumulation)
+                for name, value in losses.items():
+                    sums[name] = sums.get(name, 0) + value.detach().float() / options.gradient_accumulation
+
+            # Every process learns the mean losses, and whether any of them was told to stop.
+            shared = torch.stack([*sums.values(), sums["loss"].new_tensor(float(bool(stop.received)))])
+            *means, stopping = accelerator.reduce(shared, "mean").tolist()
+            grad_norm = accelerator.clip_grad_norm_(learning, options.max_grad_norm or math.inf)
+            history.append(dict(zip(sums, means, strict=True)) | {"grad_norm": whole_tensor(grad_norm).item()})
+            if not is_finite(history[-1], accelerator.scaler is not None):
+                raise TrainingDiverged(divergence(step, history, folder / "checkpoints"))
+            window.append(history[-1])
+
+            for group, rate in zip(adam.param_groups, learning_rates, strict=True):
+                group["lr"] = rate * lr_factor(step - 1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if hasattr(model, "clip_mixing_"):
+                model.clip_mixing_()
+            if ema is not None:
+                ema.step(model.parameters())
+            progress.update()
+
+            # What is seen and kept --------------------------------------------------------------------------------
+            is_end = step == options.steps
+            seen = validate(step) if is_end or is_due(step, config.validation.every) else {}
+            if is_end or is_due(step, config.logging.every):
+                seen |= {name: sum(row[name] for row in window) / len(window) for name in window[0]}
+                seen |= {f"lr/{group['name']}": group["lr"] for group in adam.param_groups}
+                rate = (step - clock[0]) / (time.perf_counter() - clock[1])
+                seen |= {"steps_per_second": rate, "images_per_second": rate * options.batch_size}
+                seen |= {"memory_gib": peak_memory_gib(accelerator.device), **mixing_statistics(model)}
+                window, clock = [], (step, time.perf_counter())
+                progress.set_postfix(loss=f"{seen['loss']:.4f}")
+            if seen:
+                metrics |= seen
+                on_main_process(accelerator, lambda step=step, seen=seen: log.numbers(step, seen))
+            if is_end or stopping or is_due(step, config.checkpoint.every):
+                save(step)
+            if stopping:
+                break
+
+    # The pipeline --------------------------------------------------------------------------------------------------
+    if step < options.steps:
+        return RunResult(folder, step, None, metrics, trainable_parameters, stop.received or "a signal")
+    pipeline = folder / "pipeline"
+    export_pipeline(pipeline, family, model, ema, components, accelerator)
+    say(f"pipeline written to {pipeline}")
+    return RunResult(folder, step, pipeline, metrics, trainable_parameters)
+
+
+def export_pipeline(
+    target: Path,
+    family: Family,
+    model: nn.Module,
+    ema: EMAModel | None,
+    components: dict[str, Any],
+    accelerator: Accelerator,
+) -> None:
+    """Write `target` as a diffusers pipeline with the moving-average weights; every process must call it."""
+    weights = named_weights(model) | (named_ema(model, ema) if ema is not None else {})
+    weights = {name: whole_tensor(weight.detach()).cpu() for name, weight in weights.items()}
+
+    def write() -> None:
+        # diffusers would put arguments that were left at their defaults back to these, whatever they are now.
+        settings = {key: value for key, value in model.config.items() if key != "_use_default_values"}
+        exported = type(model).from_config(settings)
+        with torch.no_grad():
+            for name, place in named_weights(exported).items():
+                place.copy_(weights[name])
+        with disk_errors(target.parent / "checkpoints", f"{target} cannot be written"), whole_folder(target) as folder:
+            family.build_pipeline(exported.eval(), components).save_pretrained(folder)
+
+    on_main_process(accelerator, write)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens at this one."""
+    return every > 0 and step % every == 0
+
+
+def is_finite(values: dict[str, float], scaled: bool) -> bool:
+    """Whether a step may be taken; with a gradient scaler an overflowing gradient is routine and skips the step."""
+    return all(math.isfinite(value) for name, value in values.items() if not (scaled and name == "grad_norm"))
+
+
+def divergence(step: int, history: deque[dict[str, float]], folder: Path) -> str:
+    """The sentence that ends a run whose loss or gradient is not finite."""
+    losses = ", ".join(f"{row['loss']:.4g}" for row in history)
+    norms = ", ".join(f"{row['grad_norm']:.4g}" for row in history)
+    kept = checkpoints(folder)
+    return (
+        f"training stopped at step {step} because the loss or the gradient is not finite: the last losses are {losses} "
+        f"and the last gradient norms {norms}; the last good checkpoint is {kept[-1] if kept else 'none'} "
+        "(a lower train.lr, a longer train.warmup_steps or train.mixed_precision=no may help)"
+    )
+
+
+class _Stop:
+    received: str | None = None
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[_Stop]:
+    """Turn SIGTERM (a cluster's warning) and the first Ctrl-C into a note to stop after the current step."""
+    stop = _Stop()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if stop.received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.received = signal.Signals(number).name
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can be told
+        yield stop
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
