@@ -102,7 +102,11 @@ class DiTFamily(Family):
 
     def build_pipeline(self, transformer: nn.Module, components: Mapping[str, Any]) -> Any:
         scheduler = components.get("scheduler") or DDIMScheduler(
-            num_train_timesteps=1000, beta_schedule="linear", beta_start=1e-4, beta_end=0.02, clip_sample=False
+            num_train_timesteps=1000,
+            beta_schedule="linear",
+            beta_start=1e-4,
+            beta_end=0.02,
+            clip_sample=components.get("vae") is None,  # pixels lie in [-1, 1], latents need not
         )
         return self.pipeline_class()(
             transformer=transformer,
