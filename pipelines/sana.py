@@ -6,9 +6,17 @@ import functools
 import inspect
 from typing import Any
 
-from diffusers import SanaPAGPipeline, SanaPipeline
+from diffusers import (
+    AutoencoderDC,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    SanaPAGPipeline,
+    SanaPipeline,
+    SanaTransformer2DModel,
+)
+from transformers import Gemma2PreTrainedModel, GemmaTokenizer, GemmaTokenizerFast
 
-from ..backbones.sana import SANA, PerturbedMHLA
+from ..backbones.sana import SANA, MHLASanaTransformer2DModel, PerturbedMHLA
 from ..errors import UserError
 from ..processor import MHLAProcessor
 from .common import MHLAPipelineMixin
@@ -25,6 +33,17 @@ class MHLASanaPipeline(MHLAPipelineMixin, SanaPipeline):
     """
 
     _optional_components = ["tokenizer", "text_encoder", "vae"]
+
+    # Stated anew for its types: DiffusionPipeline.from_pipe hands over components of these very classes only.
+    def __init__(
+        self,
+        tokenizer: GemmaTokenizer | GemmaTokenizerFast | None,
+        text_encoder: Gemma2PreTrainedModel | None,
+        vae: AutoencoderDC | None,
+        transformer: SanaTransformer2DModel | MHLASanaTransformer2DModel,
+        scheduler: DPMSolverMultistepScheduler,
+    ) -> None:
+        super().__init__(tokenizer, text_encoder, vae, transformer, scheduler)
 
     @functools.wraps(SanaPipeline.__call__)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +72,17 @@ class MHLASanaPAGPipeline(MHLAPipelineMixin, SanaPAGPipeline):
 
     `apply_mhla` makes a SanaPAGPipeline one of these.
     """
+
+    def __init__(
+        self,
+        tokenizer: GemmaTokenizer | GemmaTokenizerFast,
+        text_encoder: Gemma2PreTrainedModel,
+        vae: AutoencoderDC,
+        transformer: SanaTransformer2DModel | MHLASanaTransformer2DModel,
+        scheduler: FlowMatchEulerDiscreteScheduler,
+        pag_applied_layers: str | list[str] = "transformer_blocks.0",
+    ) -> None:
+        super().__init__(tokenizer, text_encoder, vae, transformer, scheduler, pag_applied_layers)
 
     @functools.wraps(SanaPAGPipeline.__call__)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -233,7 +233,14 @@ class PerturbedMHLA(nn.Module):
         self.parts = parts
         self.grid: tuple[int, ...] | None = None
 
-    def forward(self, attn: nn.Module, hidden_states: Tensor) -> Tensor:
+    def forward(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Self-attention of `attn` on (parts · B, N, C) hidden states; the other arguments are never given."""
         self.mhla.grid = self.grid
         last = hidden_states.shape[0] // self.parts
         attended, perturbed = hidden_states.split([hidden_states.shape[0] - last, last])
