@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--allow-config-change", action="store_true", help="go on although the config has changed")
     parser.add_argument("--print-config", action="store_true", help="print the full config that results, and end")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, as train.lr=1e-4")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
 
     is_main = os.environ.get("RANK", "0") == "0"
     try:

@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("dataset", choices=("digits", "emoji"))
     parser.add_argument("out", metavar="OUT", help="folder to write; it must be new or empty")
     parser.add_argument("--size", type=int, help="side of the images in pixels: digits 8 or 16 (default), emoji 64")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     try:
         write = {"digits": write_digits, "emoji": write_emoji}[arguments.dataset]
         counts = write(arguments.out, **({} if arguments.size is None else {"size": arguments.size}))

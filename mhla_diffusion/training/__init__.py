@@ -3,6 +3,7 @@
 from .config import TrainConfig, config_from_dict, config_to_yaml, load_config
 from .loop import RunResult, TrainingDiverged, finetune
 from .metrics import read_metrics
+from .validation import held_out_loss
 
 __all__ = [
     "RunResult",
@@ -11,6 +12,7 @@ __all__ = [
     "config_from_dict",
     "config_to_yaml",
     "finetune",
+    "held_out_loss",
     "load_config",
     "read_metrics",
 ]

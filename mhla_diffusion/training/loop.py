@@ -255,7 +255,7 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
                 seen |= {"steps_per_second": rate, "images_per_second": rate * options.batch_size}
                 seen |= {"memory_gib": peak_memory_gib(accelerator.device), **mixing_statistics(model)}
                 window, clock = [], (step, time.perf_counter())
-                progress.set_postfix(loss=f"{seen['loss']:.4f}")
+                progress.set_postfix(loss=f"{seen['loss']:.4f}", refresh=False)
             if seen:
                 metrics |= seen
                 on_main_process(accelerator, lambda step=step, seen=seen: log.numbers(step, seen))

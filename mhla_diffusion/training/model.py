@@ -46,6 +46,13 @@ def load_model(
     return family, model, components
 
 
+def load_saved(options: ModelOptions) -> tuple[Family, nn.Module, dict[str, Any]]:
+    """The family, transformer and components of `options.pretrained`, as they were saved."""
+    family = family_named(options.family)
+    model = _load_transformer(family, options.pretrained, options.overrides)
+    return family, model, _load_components(options.components or options.pretrained)
+
+
 def choose_trainable(family: Family, model: nn.Module, options: TrainOptions) -> int:
     """Freeze what `train.trainable` leaves out; return the number of parameters that learn."""
     fixed = [p for p in model.parameters() if not p.requires_grad]  # mixing with learn_mixing=False stays fixed

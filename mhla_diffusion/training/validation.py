@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,9 @@ from PIL import Image
 from torch import nn
 
 from ..backbones.family import Family, Objective
-from .config import ValidationOptions
-from .data import ImageSource, read_batches, sample_generator
+from .config import TrainConfig, ValidationOptions
+from .data import ImageSource, open_source, read_batches, sample_generator
+from .model import load_saved
 
 
 @contextlib.contextmanager
@@ -102,6 +105,41 @@ def validation_loss(
     names = sorted(sums)
     totals = accelerator.reduce(torch.stack([sums[name] for name in names]), "sum").tolist()
     return {name: value / total for name, value in zip(names, totals, strict=True)}
+
+
+def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]:
+    """Validation loss and its parts of a saved pipeline, on the held-out images and with the objective of `config`.
+
+    The noise is that of a training run with the same config, so losses of different models can be compared.
+    """
+    source = open_source(config.data.train, "data.train", config.data.size, config.data.channels, False)
+    held_out = open_source(
+        config.data.validation or "",
+        "data.validation",
+        config.data.size,
+        config.data.channels,
+        False,
+        source.class_names,
+    )
+    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    options = dataclasses.replace(config.model, pretrained=str(pipeline), components=None, overrides={})
+    family, model, components = load_saved(options)
+    for part in (model, *components.values()):
+        if isinstance(part, nn.Module):
+            part.to(accelerator.device)
+    objective = family.objective(label_dropout=config.train.label_dropout, **config.train.objective)
+    with averaged_weights(model, None):
+        return validation_loss(
+            family,
+            objective,
+            model,
+            components,
+            held_out,
+            config.validation,
+            config.train.batch_size,
+            config.train.seed,
+            accelerator,
+        )
 
 
 def image_grid(images: list[np.ndarray], columns: int | None = None) -> Image.Image:
