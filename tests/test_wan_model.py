@@ -150,7 +150,7 @@ def test_without_a_denominator_the_initial_mixing_still_has_rows_that_sum_to_one
         torch.testing.assert_close(weight.sum(1), torch.ones(12))
         weight.data += torch.linspace(-2, 2, 144).view(12, 12)
     model.clip_mixing_()
-    assert all(0 == weight.min() and weight.max() == 1 for weight in model.mixing_parameters())
+    assert all(weight.min() == 0 and weight.max() == 1 for weight in model.mixing_parameters())
 
 
 # Which layers -------------------------------------------------------------------------------------------------------
@@ -207,6 +207,7 @@ def test_layers_and_blocks_that_do_not_suit_are_refused(fields, message):
         apply_mhla(stock, MHLAConfig(**{"blocks": (2, 2, 2), **fields}))
 
 
+@pytest.mark.filterwarnings("ignore:this model was trained with softmax")
 def test_stock_attention_can_be_set_back():
     stock, given = stock_transformer(), inputs((2, 3, 4))
     model = MHLAWanTransformer3DModel.from_base(stock, MHLAConfig(blocks=(2, 2, 2)))
@@ -250,14 +251,14 @@ def test_checkpointing_recomputes_with_the_grid_of_its_own_pass_when_passes_inte
 
 
 def test_a_block_compiles_whole_and_tells_apart_grids_of_the_same_length():
-    model = mhla_transformer(layers="hybrid")
-    compiled = copy.deepcopy(model)
-    for index, block in enumerate(compiled.blocks):
-        compiled.blocks[index] = torch.compile(block, fullgraph=True, backend="eager")
+    model = mhla_transformer()
+    block = model.blocks[1]
+    compiled = torch.compile(copy.deepcopy(block), fullgraph=True, backend="eager", dynamic=False)
     with torch.no_grad():
-        for grid in ((2, 4, 6), (2, 6, 4), (2, 4, 6), (3, 5, 7), (3, 7, 5)):
-            given = inputs(grid, batch=1)
-            torch.testing.assert_close(compiled(**given).sample, model(**given).sample)
+        for grid in ((2, 5, 6), (2, 6, 5), (2, 5, 6)):
+            rotary = model.rope(inputs(grid)["hidden_states"])
+            given = torch.randn(1, 60, 24), torch.randn(1, 5, 24), torch.randn(1, 6, 24), rotary
+            torch.testing.assert_close(compiled(*given), block(*given))
 
 
 def test_copies_are_independent_and_offloaded_weights_find_the_grid():
@@ -301,13 +302,14 @@ def test_saved_in_shards_and_loaded_it_computes_the_same_bits(tmp_path):
     assert family_of(loaded) is WAN
 
 
+@pytest.mark.filterwarnings("ignore:this model was trained with softmax")
 def test_a_stock_checkpoint_loads_into_the_model_class(tmp_path):
     stock, given = stock_transformer(), inputs((2, 3, 4))
     stock.save_pretrained(tmp_path)
     with torch.no_grad():
         loaded = MHLAWanTransformer3DModel.from_pretrained(tmp_path)
         assert torch.equal(loaded(**given).sample, stock(**given).sample)
-        loaded.set_attn_processor(MHLAProcessor(layers="hybrid"))
+        apply_mhla(loaded, MHLAConfig(blocks=(2, 2, 2), layers="hybrid"))
         assert mhla_layers(loaded) == [1, 2]
 
 

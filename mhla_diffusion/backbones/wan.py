@@ -97,9 +97,7 @@ class WanFamily(Family):
         return self.pipeline_class()(transformer=transformer, scheduler=scheduler, **parts)
 
     @torch.no_grad()
-    def encode(
-        self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]
-    ) -> Tensor:
+    def encode(self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Videos (B, 3, F, H, W) with F = 4k + 1 frames, or images (B, 3, H, W), to latents (B, C, k + 1, H/8, W/8).
 
         Draws nothing: Wan was trained on the VAE's mean.
