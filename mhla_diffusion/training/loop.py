@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from diffusers.optimization import get_scheduler
 from diffusers.training_utils import EMAModel
 from torch import nn
@@ -76,8 +75,8 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     """
     options = config.train
     accelerator = Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else several processes without GPUs would not find each other
         mixed_precision=options.mixed_precision,
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False)],
     )
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     say = accelerator.print

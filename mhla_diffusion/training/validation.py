@@ -121,7 +121,7 @@ def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]
         False,
         source.class_names,
     )
-    accelerator = Accelerator(mixed_precision=config.train.mixed_precision)
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=config.train.mixed_precision)
     options = dataclasses.replace(config.model, pretrained=str(pipeline), components=None, overrides={})
     family, model, components = load_saved(options)
     for part in (model, *components.values()):
