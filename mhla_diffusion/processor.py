@@ -154,7 +154,8 @@ class MHLAProcessor(nn.Module):
         """Whether this processor belongs to a layer (and has weights)."""
         return "mixing" in self._modules
 
-    def forward(
+    # Not `forward`: accelerate's offloading hooks there would move the argument `attn`, a module, between devices.
+    def __call__(
         self,
         attn: nn.Module,
         hidden_states: Tensor,
