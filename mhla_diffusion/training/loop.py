@@ -41,7 +41,7 @@ from .checkpoints import (
 from .config import TrainConfig, config_to_dict
 from .data import BatchPlan, SampleOrder, open_source, read_batches, sample_generator
 from .metrics import MetricLog, mixing_statistics, peak_memory_gib
-from .model import choose_trainable, load_model, parameter_groups
+from .model import check_fit, choose_trainable, load_model, parameter_groups
 from .run_folder import open_run
 from .validation import averaged_weights, validation_grid, validation_loss
 
@@ -106,9 +106,10 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
         model.enable_gradient_checkpointing()
     if options.compile:
         model.compile()
-    for part in components.values():
+    for part in (model, *components.values()):
         if isinstance(part, nn.Module):
             part.to(accelerator.device)
+    check_fit(family, model, components, config.data.size, config.data.channels)
     adam = torch.optim.AdamW(parameter_groups(model, options), betas=(options.beta1, options.beta2))
     prepared, optimizer = accelerator.prepare(model.train(), adam)
     model, adam = accelerator.unwrap_model(prepared), optimizer.optimizer

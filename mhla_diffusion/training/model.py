@@ -46,6 +46,29 @@ def load_model(
     return family, model, components
 
 
+@torch.no_grad()
+def check_fit(family: Family, model: nn.Module, components: dict[str, Any], size: int, channels: int) -> None:
+    """Raise `UserError` when images of `data.size` and `data.channels` do not give latents that the model takes."""
+    vae = components.get("vae")
+    if vae is not None and channels != vae.config.in_channels:
+        raise UserError(f"data.channels is {channels}, but the VAE takes {vae.config.in_channels}; set it to that")
+    device = next(model.parameters()).device
+    latents = family.encode(components, torch.zeros(1, channels, size, size, device=device), [torch.Generator()])
+    wanted = model.config.in_channels
+    if latents.shape[1] != wanted:
+        source = f"data.channels={channels}" if vae is None else "the VAE"
+        raise UserError(
+            f"{source} gives {latents.shape[1]} channels, but the model takes {wanted}; change it or "
+            f"model.overrides.in_channels"
+        )
+    side = getattr(model.config, "sample_size", None)
+    if side is not None and latents.shape[-1] != side:
+        raise UserError(
+            f"data.size={size} gives latents of {latents.shape[-1]}×{latents.shape[-1]}, but the model is set to "
+            f"{side}×{side}; set model.overrides.sample_size={latents.shape[-1]} or change data.size"
+        )
+
+
 def load_saved(options: ModelOptions) -> tuple[Family, nn.Module, dict[str, Any]]:
     """The family, transformer and components of `options.pretrained`, as they were saved."""
     family = family_named(options.family)

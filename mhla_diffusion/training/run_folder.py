@@ -159,6 +159,7 @@ def environment() -> dict[str, Any]:
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
+    versions["torch"] = torch.__version__  # with the build, as +cu130
     return {
         "command": sys.argv,
         "versions": versions,

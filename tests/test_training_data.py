@@ -1,0 +1,145 @@
+"""The order of the samples, the images, and the batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from training_runs import make_images
+
+from mhla_diffusion.errors import UserError
+from mhla_diffusion.training.data import (
+    BatchPlan,
+    ImageFolder,
+    SampleOrder,
+    centre_crop,
+    load_image,
+    read_batches,
+    sample_generator,
+)
+
+
+def plan_keys(rounds=1, num_processes=1, first_step=0, last_step=7, batch_size=12, num_images=17):
+    """The samples of each step, all processes and rounds together."""
+    plans = [
+        list(BatchPlan(SampleOrder(num_images, 3), batch_size, rounds, rank, num_processes, first_step, last_step))
+        for rank in range(num_processes)
+    ]
+    return [
+        [key for part in range(rounds) for plan in plans for key in plan[step * rounds + part]]
+        for step in range(last_step - first_step)
+    ]
+
+
+def test_every_epoch_holds_every_image_once_in_another_order():
+    order = SampleOrder(17, seed=5)
+    epochs = [[order[s] for s in range(e * 17, (e + 1) * 17)] for e in range(3)]
+    for e, keys in enumerate(epochs):
+        assert [epoch for epoch, _ in keys] == [e] * 17
+        assert sorted(index for _, index in keys) == list(range(17))
+    assert len({tuple(index for _, index in keys) for keys in epochs}) == 3
+
+
+@pytest.mark.parametrize(("rounds", "num_processes"), [(1, 2), (3, 1), (2, 3)])
+def test_a_step_has_the_same_samples_in_the_same_order_however_it_is_split(rounds, num_processes):
+    assert plan_keys(rounds, num_processes) == plan_keys()
+
+
+def test_a_resumed_plan_goes_on_where_it_was_cut():
+    assert plan_keys(first_step=4) == plan_keys()[4:]
+
+
+def test_a_batch_that_cannot_be_split_is_refused():
+    with pytest.raises(UserError, match="train.batch_size is 12; a multiple of 8 is accepted"):
+        BatchPlan(SampleOrder(5, 0), 12, 2, 0, 4, 0, 1)
+
+
+def test_generators_depend_on_seed_and_key_only():
+    draw = lambda *key: torch.rand(3, generator=sample_generator(*key)).tolist()  # noqa: E731
+    assert draw(0, "image", 1) == draw(0, "image", 1)
+    assert len({tuple(draw(*key)) for key in [(0, "image", 1), (1, "image", 1), (0, "noise", 1), (0, "image", 2)]}) == 4
+
+
+def test_batches_do_not_depend_on_the_number_of_workers(tmp_path):
+    source = ImageFolder(make_images(tmp_path / "images"), size=8, channels=1, flip=True)
+    plan = [[(0, 3), (1, 3), (0, 20)], [(2, 0), (0, 9), (5, 9)]]
+    for here, there in zip(read_batches(source, plan, 4, 0), read_batches(source, plan, 4, 2), strict=True):
+        assert torch.equal(here.images, there.images)
+        assert torch.equal(here.conditions["class_labels"], there.conditions["class_labels"])
+        assert here.keys == there.keys
+
+
+def test_about_half_of_the_images_are_mirrored_and_another_half_next_epoch(tmp_path):
+    source = ImageFolder(make_images(tmp_path / "images", per_class=40), size=8, channels=1, flip=True)
+    plain = ImageFolder(tmp_path / "images", size=8, channels=1)
+    mirrored = []
+    for epoch in (0, 1):
+        (batch,) = read_batches(source, [[(epoch, i) for i in range(len(source))]], 0, 0)
+        (still,) = read_batches(plain, [[(epoch, i) for i in range(len(source))]], 0, 0)
+        same = (batch.images == still.images).flatten(1).all(1)
+        assert ((batch.images.flip(-1) == still.images).flatten(1).all(1) | same).all()
+        mirrored.append(~same)
+    assert 0.3 < mirrored[0].float().mean() < 0.7
+    assert not torch.equal(*mirrored)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_unreadable_image_is_named(tmp_path, workers):
+    source = ImageFolder(make_images(tmp_path / "images"), size=8)
+    broken = tmp_path / "images" / "1" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:40])
+    index = [name for name, _ in source.files].index("1/3.png")
+    with pytest.raises(UserError, match=r"image .*1/3\.png cannot be read") as caught:
+        list(read_batches(source, [[(0, index)]], 0, workers))
+    assert "\n" not in str(caught.value)
+
+
+def test_numeric_class_folders_are_ordered_by_value(tmp_path):
+    source = ImageFolder(make_images(tmp_path / "images", classes=12, per_class=1), size=8)
+    assert source.class_names == [str(i) for i in range(12)]
+    labels = {
+        name: source.read(i, sample_generator(0)).conditions["class_labels"] for i, (name, _) in enumerate(source.files)
+    }
+    assert labels["10/0.png"] == 10
+
+
+def test_a_folder_without_class_folders_is_refused(tmp_path):
+    Image.new("L", (8, 8)).save(tmp_path / "alone.png")
+    with pytest.raises(UserError, match="no images in class sub-folders"):
+        ImageFolder(tmp_path, size=8)
+
+
+def test_captions_come_from_metadata(tmp_path):
+    folder = make_images(tmp_path / "images")
+    (folder / "metadata.jsonl").write_text('{"file_name": "2/0.png", "text": "a bright square"}\n')
+    source = ImageFolder(folder, size=8)
+    texts = {name: source.read(i, sample_generator(0)).text for i, (name, _) in enumerate(source.files)}
+    assert texts["2/0.png"] == "a bright square"
+    assert texts["2/1.png"] is None
+
+
+def test_images_are_scaled_to_the_range_of_the_model(tmp_path):
+    path = tmp_path / "a.png"
+    Image.fromarray(np.array([[0, 255], [255, 0]], dtype=np.uint8)).save(path)
+    assert load_image(path, 2, 1).tolist() == [[[-1.0, 1.0], [1.0, -1.0]]]
+    assert load_image(path, 2, 3).shape == (3, 2, 2)
+
+
+def test_transparency_becomes_white(tmp_path):
+    path = tmp_path / "a.png"
+    Image.new("RGBA", (4, 4), (255, 0, 0, 0)).save(path)
+    assert (load_image(path, 4, 3) == 1).all()
+
+
+@pytest.mark.parametrize("size", [(30, 20), (20, 30), (97, 64), (8, 200), (5, 5)])
+def test_the_crop_is_the_centre_square_of_the_asked_size(size):
+    width, height = size
+    ramp = np.zeros((height, width, 3), dtype=np.uint8)
+    ramp[..., 0] = np.linspace(0, 255, width)[None, :]
+    ramp[..., 1] = np.linspace(0, 255, height)[:, None]
+    cropped = np.asarray(centre_crop(Image.fromarray(ramp), 8), dtype=float)
+    assert cropped.shape == (8, 8, 3)
+    # the middle of the picture stays in the middle, so left and right, top and bottom are balanced about grey
+    assert abs(cropped[..., 0].mean() - 127.5) < 16
+    assert abs(cropped[..., 1].mean() - 127.5) < 16
