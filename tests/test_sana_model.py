@@ -6,6 +6,7 @@ import copy
 import inspect
 import warnings
 
+import accelerate
 import pytest
 import torch
 from diffusers import SanaControlNetModel, SanaTransformer2DModel
@@ -359,6 +360,40 @@ def test_layerwise_casting_runs_as_in_stock():
     inputs = transformer_inputs(6, 11)
     with torch.no_grad():
         assert relative_error(model(**inputs).sample, stock(**inputs).sample) < 1e-5
+
+
+OFFLOADING = {
+    "sequential": lambda model, folder: accelerate.cpu_offload(model, execution_device=torch.device("cpu")),
+    "disk": lambda model, folder: accelerate.disk_offload(model, folder, execution_device=torch.device("cpu")),
+    "groups of leaves": lambda model, folder: model.enable_group_offload(
+        torch.device("cpu"), offload_type="leaf_level"
+    ),
+    "groups of blocks": lambda model, folder: model.enable_group_offload(
+        torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OFFLOADING)
+def test_offloading_changes_nothing(tmp_path, kind):
+    model = shuffled_mixing(with_mhla(MHLAConfig(cpe=True, gate=True, head_norm=True)))
+    inputs = transformer_inputs(6, 11)
+    with torch.no_grad():
+        before = model(**inputs).sample
+        OFFLOADING[kind](model, tmp_path)
+        assert torch.equal(model(**inputs).sample, before)
+
+
+def test_loading_with_a_device_map_that_spills_to_disk(tmp_path):
+    model = shuffled_mixing(with_mhla(MHLAConfig(cpe=True, gate=True)))
+    model.save_pretrained(tmp_path / "model")
+    loaded = MHLASanaTransformer2DModel.from_pretrained(
+        tmp_path / "model", device_map="auto", max_memory={"cpu": 120_000}, offload_folder=tmp_path / "offloaded"
+    )
+    assert any(p.device.type == "meta" for p in loaded.mixing_parameters())
+    inputs = transformer_inputs(6, 11)
+    with torch.no_grad():
+        assert torch.equal(loaded(**inputs).sample, model(**inputs).sample)
 
 
 # The family and its objective ----------------------------------------------------------------------------------
