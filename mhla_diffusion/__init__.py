@@ -2,6 +2,7 @@
 
 from .attention import linear_attention, mhla_attention, mhla_attention_matrix
 from .backbones import MHLADiTTransformer2DModel, MHLASanaTransformer2DModel, MHLAWanTransformer3DModel
+from .causal import CausalState, causal_mhla_attention
 from .layout import BlockLayout
 from .mixing import BlockMixing
 from .processor import MHLAConfig, MHLAProcessor
@@ -15,12 +16,14 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockLayout",
     "BlockMixing",
+    "CausalState",
     "MHLAConfig",
     "MHLADiTTransformer2DModel",
     "MHLAProcessor",
     "MHLASanaTransformer2DModel",
     "MHLAWanTransformer3DModel",
     "apply_mhla",
+    "causal_mhla_attention",
     "linear_attention",
     "mhla_attention",
     "mhla_attention_matrix",
