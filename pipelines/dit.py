@@ -25,7 +25,7 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
             the null class of guidance.
         vae: None for a model of pixels, which then are the latents.
         scheduler: any diffusers scheduler for ε; one with a learned variance also gets the predicted variance.
-        id2label: class names by id, comma-separated synonyms allowed.
+        id2label: class names by id (0, 1, …), comma-separated synonyms allowed.
     """
 
     _optional_components = ["vae"]
@@ -35,7 +35,7 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
         transformer: DiTTransformer2DModel,
         vae: AutoencoderKL | None,
         scheduler: KarrasDiffusionSchedulers,
-        id2label: dict[int, str] | None = None,
+        id2label: dict | None = None,
     ) -> None:
         super().__init__(transformer, vae, scheduler, id2label)
         self.register_to_config(id2label=id2label)  # the base class forgets it on saving
