@@ -47,7 +47,7 @@ def plot_losses(runs: Mapping[str, str | Path], out: str | Path, starts: Mapping
 
 
 def plot_samples(rows: Mapping[str, Sequence[Image.Image]], columns: Sequence[str], out: str | Path) -> Path:
-    """Images in labelled rows and columns as one PNG, enlarged without smoothing.
+    """Images in labelled rows and columns as one PNG, smoothly enlarged.
 
     Args:
         rows: row label to its images, as many as there are columns.
@@ -57,7 +57,7 @@ def plot_samples(rows: Mapping[str, Sequence[Image.Image]], columns: Sequence[st
     figure, grid = _figure(0.9 * len(columns) + 2.0, 1.0 * len(rows) + 0.4, len(rows), len(columns))
     for (label, images), line in zip(rows.items(), np.reshape(grid, (len(rows), len(columns))), strict=True):
         for axes, image, column in zip(line, images, columns, strict=True):
-            axes.imshow(np.asarray(image), cmap="gray", interpolation="nearest")
+            axes.imshow(np.asarray(image), cmap="gray", interpolation="bicubic")
             axes.set_xticks([])
             axes.set_yticks([])
             if axes.get_subplotspec().is_first_row():

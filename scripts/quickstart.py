@@ -32,8 +32,8 @@ def quickstart(out: Path, num_images: int, overrides: list[str]) -> str:
     from mhla_diffusion.training.datasets import write_digits
 
     data, configs = out / "digits", Path(__file__).resolve().parent.parent / "configs"
-    say(f"python scripts/prepare_data.py digits {data}")
-    write_digits(data)
+    say(f"python scripts/prepare_data.py digits {data} --size 8")
+    write_digits(data, size=8)
     overrides = [f"data.train={data / 'train'}", f"data.validation={data / 'test'}", *overrides]
 
     def train(recipe: str, name: str, *more: str):
@@ -93,7 +93,7 @@ def say(command: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="new folder, or one of a former quickstart, which is replaced")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="a new folder, or a former quickstart's")
     parser.add_argument("--num-images", type=int, default=500, help="images per model for the scores (default: 500)")
     parser.add_argument("--miniature", action="store_true", help="a few steps only, to see that all parts work")
     args = parser.parse_args()
