@@ -270,6 +270,7 @@ def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) ->
     )
     for batch in loader:
         if isinstance(batch, UserError):
+            batch.of_one_process = True  # the other processes do not know of it, so this one has to say it
             raise batch
         yield batch
 

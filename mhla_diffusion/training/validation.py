@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from PIL import Image
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from ..backbones.family import Family, Objective
 from .config import TrainConfig, ValidationOptions
@@ -35,6 +36,9 @@ def averaged_weights(model: nn.Module, ema: EMAModel | None) -> Iterator[None]:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass without a backward one leaves the outermost weights gathered
         if kept is not None:
             with torch.no_grad():
                 for parameter, value in zip(model.parameters(), kept, strict=True):
