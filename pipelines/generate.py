@@ -24,10 +24,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
 from accelerate import PartialState
 from diffusers import DiffusionPipeline
+from packaging import version
 from PIL import Image
 from tqdm import tqdm
 
@@ -160,7 +162,9 @@ def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None =
     if not Path(path).exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
         raise UserError(f"the pipeline {path!r} does not exist, and it is not a hub id (owner/name)")
     try:
-        pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=getattr(torch, dtype))
+        # diffusers calls it dtype now; versions before that know only torch_dtype.
+        name = "dtype" if version.parse(diffusers.__version__) >= version.parse("0.42") else "torch_dtype"
+        pipeline = DiffusionPipeline.from_pretrained(path, **{name: getattr(torch, dtype)})
     except UserError:
         raise
     except (OSError, ValueError) as error:
@@ -224,6 +228,8 @@ def fingerprint(pipeline: DiffusionPipeline) -> str:
     for name, component in sorted(pipeline.components.items()):
         if isinstance(component, torch.nn.Module):
             for key, value in component.state_dict().items():
+                if value.is_meta:  # offloaded
+                    continue
                 flat = value.detach().flatten()
                 sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
                 digest.update(f"{name}.{key} {tuple(value.shape)}".encode() + sample.numpy().tobytes())

@@ -55,8 +55,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     print(format_table(result))
     if args.json:
-        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.json).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        try:
+            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+            Path(args.json).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            print(f"error: the scores cannot be written to {args.json!r} ({error.strerror})", file=sys.stderr)
+            return 2
     return 0
 
 

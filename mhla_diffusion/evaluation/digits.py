@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch_fidelity import register_feature_extractor
 from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
+from tqdm import trange
 
 from ..errors import UserError
 
@@ -83,7 +84,8 @@ def train_digit_network(epochs: int = 24, seed: int = 0) -> tuple[DigitNetwork, 
             batch, steps = 64, epochs * len(images) // 64
             optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=0.05)
             schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-            for _ in range(steps):
+            # The bar is for terminals only: this happens once, in the middle of something else.
+            for _ in trange(steps, desc="training the digit network, once", leave=False, disable=None):
                 chosen = torch.randint(len(images), (batch,))
                 inputs = images[chosen]
                 inputs = torch.where(torch.rand(batch, 1, 1, 1) < 0.5, inputs, _jitter(inputs))

@@ -270,6 +270,7 @@ def evaluate_images(
 
     result: dict[str, Any] = {}
     unavailable: dict[str, str] = {}
+    remarks: list[str] = []
     protocol: dict[str, str] = {"features": f"{network.name} (weights {network.fingerprint})"}
     for metric in wanted:
         result[metric] = None
@@ -296,7 +297,7 @@ def evaluate_images(
             reason = "the reference statistics hold no features of images" if not kept else "fewer than 4 images"
             unavailable |= {name: reason for name in ("precision", "recall") if name in wanted}
         else:
-            scores = precision_recall(fake.features, real.features, device=_double_device(network.device))
+            scores = precision_recall(fake.features, real.features, device=network.device)
             result |= {
                 name: value for name, value in zip(("precision", "recall"), scores, strict=True) if name in wanted
             }
@@ -306,20 +307,26 @@ def evaluate_images(
             unavailable["kid"] = "the reference statistics hold no features of images"
         else:
             result["kid"], result["kid_std"] = kernel_distance(
-                fake.features, real.features, kid_subsets, KID_SUBSET_SIZE
+                fake.features, real.features, kid_subsets, KID_SUBSET_SIZE, device=network.device
             )
             size = min(KID_SUBSET_SIZE, len(fake.features), kept)
             protocol["kid"] = f"{kid_subsets} subsets of {size}, unbiased, cubic kernel"
+            if result["kid"] < 0:
+                remarks.append("KID below zero is possible, being unbiased: no difference was found.")
     if "accuracy" in wanted:
         pairs = [
             (row, labels[images.name(index)])
             for row, index in enumerate(fake.indices.tolist())
             if images.name(index) in labels
         ]
-        if not network.classifies_labels:
-            unavailable["accuracy"] = f"{network.name!r} does not classify the data's own classes"
-        elif not pairs:
-            unavailable["accuracy"] = "there is no labels.jsonl beside the generated images"
+        if not network.classifies_labels or not pairs:
+            # Most data sets have no classifier here; the reason is given to those who asked.
+            if metrics is not None:
+                unavailable["accuracy"] = (
+                    "there is no labels.jsonl beside the generated images"
+                    if network.classifies_labels
+                    else f"{network.name!r} does not classify the data's own classes"
+                )
         else:
             chosen, requested = (torch.tensor(column) for column in zip(*pairs, strict=True))
             hits = fake.logits[chosen].argmax(1) == requested
@@ -332,7 +339,7 @@ def evaluate_images(
         "reference": str(reference),
         "protocol": protocol,
         "unavailable": unavailable,
-        "notes": fake.notes + real.notes + _trust(fake, real, network),
+        "notes": fake.notes + real.notes + remarks + _trust(fake, real, network),
     }
 
 
@@ -347,7 +354,7 @@ def format_table(result: dict[str, Any]) -> str:
         spread = result.get(f"{metric}_std")
         text = f"{value:.3g}" if metric == "kid" else f"{value:.4f}"
         if spread is not None:
-            text += f" ± {spread:.2g}"
+            text += f" ± {spread:.2g}" if spread else ""
         name, protocol = names.get(metric, metric.capitalize()), result["protocol"].get(metric, "")
         lines.append(f"{name:<16} {text:<20} {protocol}".rstrip())
     if "precision, recall" in result["protocol"]:
@@ -411,11 +418,6 @@ def _same_network(first: tuple[str, str], second: tuple[str, str]) -> None:
             f"statistics of {second[0]!r} with weights {second[1]} cannot be compared with those of {first[0]!r} with "
             f"weights {first[1]}"
         )
-
-
-def _double_device(device: torch.device) -> torch.device:
-    # Apple's GPUs have no float64.
-    return torch.device("cpu") if device.type == "mps" else device
 
 
 def _trust(fake: ImageStatistics, real: ImageStatistics, network: FeatureNetwork) -> list[str]:

@@ -84,8 +84,8 @@ class StatisticsAccumulator:
         self._factor: Tensor | None = None
 
     def add(self, features: Tensor) -> None:
-        """Add a batch (B, D) of any floating dtype and device."""
-        features = features.detach().to("cpu", torch.float64)
+        """Add a batch (B, D) of any floating dtype; the work is done on its device."""
+        features = features.detach().to(double_device(features.device), torch.float64)
         self._pending.append(features)
         self._pending_rows += len(features)
         # One decomposition costs O((rows + D) D²), so rows are collected until they are as many as the features.
@@ -117,7 +117,13 @@ class StatisticsAccumulator:
             raise UserError(f"a covariance needs at least 2 images, got {self._count}")
         if not self._mean.isfinite().all():
             raise UserError("the features hold values that are not finite")
-        return FeatureStatistics(self._mean, self._factor / (self._count - 1) ** 0.5, self._count)
+        return FeatureStatistics(self._mean.cpu(), self._factor.cpu() / (self._count - 1) ** 0.5, self._count)
+
+
+def double_device(device: str | torch.device) -> torch.device:
+    """The device, or the CPU where it has no float64 (Apple's GPUs)."""
+    device = torch.device(device)
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 def frechet_distance(first: FeatureStatistics, second: FeatureStatistics) -> float:
@@ -156,6 +162,7 @@ def precision_recall(
     smallest = min(len(generated), len(reference))
     if smallest <= neighbours:
         raise UserError(f"precision and recall need more than {neighbours} images on each side, got {smallest}")
+    device = double_device(device)
     generated, reference = generated.to(device, torch.float64), reference.to(device, torch.float64)
 
     def radii(vectors: Tensor) -> Tensor:
@@ -173,7 +180,12 @@ def precision_recall(
 
 
 def kernel_distance(
-    generated: Tensor, reference: Tensor, subsets: int = 100, subset_size: int = 1000, seed: int = 2020
+    generated: Tensor,
+    reference: Tensor,
+    subsets: int = 100,
+    subset_size: int = 1000,
+    seed: int = 2020,
+    device: str | torch.device = "cpu",
 ) -> tuple[float, float]:
     """Kernel distance (Bińkowski et al. 2018): mean and standard deviation over random subsets, in float64.
 
@@ -190,7 +202,8 @@ def kernel_distance(
     size = min(subset_size, len(generated), len(reference))
     if size < 2:
         raise UserError(f"KID needs at least 2 images on each side, got {size}")
-    generated, reference = generated.double(), reference.double()
+    device = double_device(device)
+    generated, reference = generated.to(device, torch.float64), reference.to(device, torch.float64)
     if size == len(generated) == len(reference):
         subsets = 1  # each subset would be everything
 
