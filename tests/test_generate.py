@@ -271,7 +271,7 @@ def test_command_generates_from_a_saved_pipeline(saved, tmp_path, capsys):
 
 def test_two_processes_write_the_files_of_one(saved, pipeline, tmp_path):
     make(pipeline, tmp_path / "one")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29533", SCRIPT]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", SCRIPT]
     command += ["--pipeline", saved, "--num-images", 7, "--steps", 2, "--guidance-scale", 2, "--batch-size", 3]
     command += ["--out", tmp_path / "two", "--npz", "--device", "cpu"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
