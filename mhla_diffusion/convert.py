@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import pickle
 from collections.abc import Mapping, Sequence
@@ -20,7 +22,7 @@ from .backbones import family_named, family_of
 from .errors import UserError
 
 PICKLED = (".pth", ".pt", ".bin", ".ckpt")
-WRAPPERS = ("state_dict", "model", "module")  # under which training code puts the weights in a .pth file
+WRAPPERS = ("ema", "state_dict", "model", "module")  # under which training code puts the weights in a .pth file
 
 
 def from_public(
@@ -30,16 +32,18 @@ def from_public(
     components: str | None = None,
     blocks: Sequence[int] | None = None,
     resize_blocks: Sequence[int] | None = None,
+    heads: int | None = None,
 ) -> str:
     """Write the weights in the public format at `source` as a diffusers folder; return what was done, one sentence.
 
     Args:
-        family: "wan", ….
-        source: a .safetensors or .pth file, or a folder of .safetensors shards.
+        family: "dit", "wan", ….
+        source: a .safetensors, .pt or .pth file, or a folder of .safetensors shards.
         output: a new folder: the transformer, or with `components` a whole pipeline.
         components: folder or hub id of the pipeline that gives everything but the transformer.
         blocks: block counts that the weights were trained with, where they do not say.
         resize_blocks: block counts to interpolate the mixing to.
+        heads: attention heads per layer, where the weights do not say.
 
     Raises:
         UserError: when files cannot be read or written, or do not suit the family.
@@ -48,6 +52,8 @@ def from_public(
     if output.exists():
         raise UserError(f"the output {str(output)!r} exists already; choose a new folder.")
     weights, metadata = read_weights(source)
+    if heads is not None:
+        metadata = {**metadata, "heads": str(heads)}
     mhla = {} if blocks is None else {"blocks": tuple(blocks)}
     model = family_named(family).from_original(weights, metadata, mhla)
     if resize_blocks is not None:
@@ -61,22 +67,31 @@ def from_public(
 
 
 def to_public(family: str, source: str | Path, output: str | Path, resize_blocks: Sequence[int] | None = None) -> str:
-    """Write the diffusers transformer, or that of the pipeline, at `source` as one .safetensors file."""
+    """Write the diffusers transformer, or that of the pipeline, at `source` as one .safetensors, .pt or .pth file.
+
+    What the public format has no weights for is in the metadata of a .safetensors file; a .pt or .pth file has none, so
+    only models that the weights say in full can be written as one.
+    """
     output = Path(output)
-    if output.suffix != ".safetensors":
-        raise UserError(f"the output {str(output)!r} must end in .safetensors.")
+    if output.suffix not in (".safetensors", ".pt", ".pth"):
+        raise UserError(f"the output {str(output)!r} must end in .safetensors, .pt or .pth.")
     if output.exists():
         raise UserError(f"the output {str(output)!r} exists already; choose a new file.")
     model = _load_transformer(family, Path(source))
     if resize_blocks is not None:
         model.resize_blocks_(tuple(resize_blocks))
     weights, metadata = family_named(family).to_original(model)
+    if output.suffix != ".safetensors":
+        _check_weights_say_all(family, output, weights, metadata)
     temporary = output.with_name(f".{output.name}.tmp")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        save_file(weights, temporary, {"format": "pt", **metadata})
+        if output.suffix == ".safetensors":
+            save_file(weights, temporary, {"format": "pt", **metadata})
+        else:
+            torch.save(weights, temporary)
         os.replace(temporary, output)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise UserError(f"the output {str(output)!r} cannot be written: {error}") from None
     return f"{output}: {_description(model)}"
 
@@ -90,7 +105,11 @@ def is_diffusers_folder(path: str | Path) -> bool:
 
 
 def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors of a .safetensors file (or a folder of its shards) or a .pth file, by name, and the metadata."""
+    """The tensors of a .safetensors file (or a folder of its shards), .pt or .pth file by name, and the metadata.
+
+    Nothing but tensors and plain data is unpickled. Of a training checkpoint the averaged weights are taken, if it has
+    them.
+    """
     path = Path(path)
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
@@ -100,7 +119,8 @@ def read_weights(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     for file in files:
         try:
             if file.suffix in PICKLED:
-                weights |= _tensors(torch.load(file, map_location="cpu", weights_only=True))
+                with torch.serialization.safe_globals([argparse.Namespace]):  # options beside the weights
+                    weights |= _tensors(torch.load(file, map_location="cpu", weights_only=True))
             else:
                 with safe_open(file, "pt") as opened:
                     metadata |= opened.metadata() or {}
@@ -124,6 +144,29 @@ def _tensors(content: Any) -> dict[str, Tensor]:
     raise RuntimeError(f"it holds no state dict, alone or under one of {', '.join(WRAPPERS)}")
 
 
+def _check_weights_say_all(
+    family: str, output: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Raise `UserError` where the weights without the metadata would be read as another model."""
+    known = family_named(family)
+    try:
+        read = known.to_original(known.from_original(weights))[1]
+    except UserError as error:
+        lost = str(error)
+    else:
+        here, there = (
+            {name: value for name, value in json.loads(info["config"]).items() if value is not None}
+            for info in (metadata, read)
+        )
+        differing = sorted(name for name in {*here, *there} if here.get(name) != there.get(name))
+        lost = ", ".join(f"{name}={here.get(name)!r} would become {there.get(name)!r}" for name in differing)
+    if lost:
+        raise UserError(
+            f"the output {str(output)!r} cannot hold all of this model ({lost}); write a .safetensors file, which has "
+            "room for its config."
+        )
+
+
 def _pipeline_around(model: nn.Module, components: str) -> Any:
     try:
         name = str(DiffusionPipeline.load_config(components).get("_class_name"))
@@ -143,14 +186,14 @@ def _load_transformer(family: str, path: Path) -> nn.Module:
     known = family_named(family)
     if (path / "model_index.json").is_file():
         path = path / "transformer"
-    classes = {cls.__name__: cls for cls in (known.base_class, known.model_class)}
     config = known.base_class.load_config(path)
-    found = config.get("_class_name")
-    if found not in classes:
-        raise UserError(f"the input {str(path)!r} holds a {found}; {' and '.join(classes)} are accepted.")
+    saved_class = known.saved_class(config)
+    if saved_class is None:
+        accepted = f"{known.base_class.__name__} and {known.model_class.__name__}"
+        raise UserError(f"the input {str(path)!r} holds a {config.get('_class_name')}; {accepted} are accepted.")
     weights, _ = read_weights(path)
     with torch.device("meta"):
-        model = classes[found].from_config(config)
+        model = saved_class.from_config(config)
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:

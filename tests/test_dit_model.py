@@ -193,7 +193,7 @@ def test_loading_reports_what_it_was_asked_to_report(tmp_path):
 def test_the_signature_shows_every_argument_of_the_base():
     base, ours = (inspect.signature(c.__init__).parameters for c in (DiTTransformer2DModel, MHLADiTTransformer2DModel))
     assert [(p.name, p.default) for p in base.values()] == [(p.name, p.default) for p in ours.values()][: len(base)]
-    assert set(ours) - set(base) == {"share_embedder", "mhla"}
+    assert set(ours) - set(base) == {"share_embedder", "freq_shift", "mhla"}
 
 
 # Retrofitting ---------------------------------------------------------------------------------------------------------

@@ -169,8 +169,8 @@ def test_attention_that_the_format_does_not_know_is_refused():
     for fields in ({"feature_map": "hedgehog"}, {"rope": "before"}):
         with pytest.raises(UserError, match="has no original format"):
             WAN.to_original(mhla_transformer(**fields))
-    with pytest.raises(UserError, match="^dit has no other public checkpoint format"):
-        family_named("dit").to_original(None)
+    with pytest.raises(UserError, match="^sana has no other public checkpoint format"):
+        family_named("sana").to_original(None)
 
 
 # The command --------------------------------------------------------------------------------------------------------

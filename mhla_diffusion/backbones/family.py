@@ -82,6 +82,11 @@ class Family(ABC):
         """Arguments besides `mhla` that the model class adds to its base's, with the values that mean the base."""
         return {}
 
+    def saved_class(self, config: Mapping[str, Any]) -> type[nn.Module] | None:
+        """The class to load a saved transformer with, from its config.json; None where it is of another family."""
+        classes = {cls.__name__: cls for cls in (self.base_class, self.model_class)}
+        return classes.get(config.get("_class_name"))
+
     def hybrid_layers(self, num_layers: int) -> tuple[int, ...] | None:
         """Layers that get MHLA for layers="hybrid"; None where the family defines no hybrid."""
         return None
@@ -137,10 +142,24 @@ class Family(ABC):
         """A pipeline around `transformer`, with the family's usual scheduler where `components` has none."""
 
     @abstractmethod
-    def encode(
-        self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]
-    ) -> Tensor:
+    def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
+        """What the VAE says of images (B, C, H, W) in [-1, 1], before anything is drawn; B rows each.
+
+        "mean" is the scaled latents' mean and "std", where latents are drawn around it, their standard deviation.
+        Without a VAE "mean" is the images themselves.
+        """
+
+    def draw_latents(self, posterior: Mapping[str, Tensor], generators: Sequence[torch.Generator]) -> Tensor:
+        """Scaled latents from what `posterior` returned (or a cache of it holds), one CPU generator per sample."""
+        mean = posterior["mean"]
+        if "std" not in posterior:
+            return mean
+        noise = torch.stack([torch.randn(mean.shape[1:], generator=g) for g in generators])
+        return mean + posterior["std"] * noise.to(mean)
+
+    def encode(self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
         """Images (B, C, H, W) in [-1, 1] to scaled latents; the images themselves for a model without a VAE."""
+        return self.draw_latents(self.posterior(components, images), generators)
 
     def encode_prompts(self, components: Mapping[str, Any], prompts: Sequence[str]) -> dict[str, Tensor]:
         """Captions to the conditions that the objective takes, one row each; {} for a family without text."""

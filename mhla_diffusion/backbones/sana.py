@@ -108,11 +108,11 @@ class SanaFamily(Family):
         )
 
     @torch.no_grad()
-    def encode(self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
         vae = components.get("vae")  # an AutoencoderDC, whose latents are not drawn
         if vae is None:
-            return images
-        return vae.encode(images.to(vae.dtype)).latent * vae.config.scaling_factor
+            return {"mean": images}
+        return {"mean": vae.encode(images.to(vae.dtype)).latent * vae.config.scaling_factor}
 
     def encode_prompts(
         self,

@@ -97,21 +97,21 @@ class WanFamily(Family):
         return self.pipeline_class()(transformer=transformer, scheduler=scheduler, **parts)
 
     @torch.no_grad()
-    def encode(self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
+    def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
         """Videos (B, 3, F, H, W) with F = 4k + 1 frames, or images (B, 3, H, W), to latents (B, C, k + 1, H/8, W/8).
 
-        Draws nothing: Wan was trained on the VAE's mean.
+        Without "std": Wan was trained on the VAE's mean.
         """
         videos = images if images.ndim == 5 else images.unsqueeze(2)
         vae = components.get("vae")
         if vae is None:
-            return videos
+            return {"mean": videos}
         latents = vae.encode(videos.to(vae.dtype)).latent_dist.mean
         mean, std = (
             torch.tensor(values).to(latents).view(1, -1, 1, 1, 1)
             for values in (vae.config.latents_mean, vae.config.latents_std)
         )
-        return (latents - mean) / std
+        return {"mean": (latents - mean) / std}
 
     def encode_prompts(
         self, components: Mapping[str, Any], prompts: Sequence[str], max_sequence_length: int = 512
