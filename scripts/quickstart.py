@@ -59,7 +59,8 @@ def quickstart(out: Path, num_images: int, overrides: list[str]) -> str:
         samples = out / "samples" / name
         say(f"python scripts/generate.py --pipeline {path} --num-images {num_images} --out {samples}")
         pipe = load_pipeline(path)
-        report = generate_images(pipe, class_conditions(pipe, num_images), samples, batch_size=50, **SAMPLING)
+        conditions = class_conditions(pipe, num_images)
+        report = generate_images(pipe, conditions, samples, batch_size=min(50, num_images), **SAMPLING)
         say(f"python scripts/evaluate_fid.py --generated {samples} --reference {data / 'train'} --features digits")
         score = evaluate_images(samples, data / "train", "digits", ["fid", "kid", "accuracy"])
         loss = held_out_loss(config, path)["loss"]
