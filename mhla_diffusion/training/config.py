@@ -31,7 +31,7 @@ def option(default: Any, help: str, *, choices: Sequence[str] = (), minimum: flo
 @dataclass
 class ModelOptions:
     family: str = option("dit", "backbone family, a file of mhla_diffusion/backbones")
-    pretrained: str | None = option(None, "pipeline or transformer to start from: folder or hub id, diffusers layout")
+    pretrained: str | None = option(None, "where to start from: pipeline or transformer (folder or hub id), or an original release file")
     components: str | None = option(None, "pipeline whose VAE, scheduler, … are used; null: model.pretrained")
     preset: str | None = option(None, "size of a model that starts from random weights, as 'DiT-S/2'")
     overrides: dict[str, Any] = option({}, "model arguments on top of the preset, as {in_channels: 1}")

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging
 from torch import nn
 
 from ..backbones import family_named
 from ..backbones.family import Family
+from ..convert import read_weights
 from ..errors import UserError
 from ..processor import MHLAConfig
-from ..retrofit import apply_mhla
+from ..retrofit import TRANSFORMERS, apply_mhla
 from .config import ModelOptions, TrainOptions
 from .metrics import mixing_parameters
 
@@ -42,8 +45,7 @@ def load_model(
         if replaced is not None:
             say(f"the label table of {replaced} classes is replaced by a new one of {num_classes}; all else is kept")
 
-    components = _load_components(options.components or options.pretrained)
-    return family, model, components
+    return family, model, load_components(options)
 
 
 @torch.no_grad()
@@ -57,9 +59,10 @@ def check_fit(family: Family, model: nn.Module, components: dict[str, Any], size
     wanted = model.config.in_channels
     if latents.shape[1] != wanted:
         source = f"data.channels={channels}" if vae is None else "the VAE"
+        hint = ", or name the pipeline with its VAE in model.components" if vae is None else ""
         raise UserError(
             f"{source} gives {latents.shape[1]} channels, but the model takes {wanted}; change it or "
-            f"model.overrides.in_channels"
+            f"model.overrides.in_channels{hint}"
         )
     side = getattr(model.config, "sample_size", None)
     if side is not None and latents.shape[-1] != side:
@@ -73,7 +76,48 @@ def load_saved(options: ModelOptions) -> tuple[Family, nn.Module, dict[str, Any]
     """The family, transformer and components of `options.pretrained`, as they were saved."""
     family = family_named(options.family)
     model = _load_transformer(family, options.pretrained, options.overrides)
-    return family, model, _load_components(options.components or options.pretrained)
+    return family, model, load_components(options)
+
+
+def load_components(options: ModelOptions, only: Collection[str] | None = None) -> dict[str, Any]:
+    """The parts of the pipeline at `options.components` (else `options.pretrained`) besides its transformer.
+
+    `only` names those that are wanted, None means all. Empty for a bare transformer or an original release's file.
+    What is loaded, and with which class, is up to diffusers; no module is imported because a checkpoint names it.
+    """
+    path = options.components or options.pretrained
+    if path is None or (path != options.components and Path(path).is_file()) or not _is_pipeline(path):
+        return {}
+    index = DiffusionPipeline.load_config(path)
+    parts = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and name[0] != "_"}
+    skipped = {name for name in parts if name in TRANSFORMERS or (only is not None and name not in only)}
+    for name in parts.keys() - skipped:
+        _check_library(path, name, parts[name][0])
+    if not isinstance(index.get("_class_name"), str):
+        raise UserError(f"pipeline {path!r} brings its own code, which is not run; a pipeline of diffusers is accepted")
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # else there is one per process
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32, **dict.fromkeys(skipped))
+    except (OSError, ValueError, AttributeError, TypeError, RuntimeError, ImportError) as error:
+        raise _unreadable(path, error) from None
+    finally:
+        if shows_progress:
+            logging.enable_progress_bar()
+    components = {name: part for name, part in pipeline.components.items() if part is not None}
+    for part in components.values():
+        if isinstance(part, nn.Module):
+            part.requires_grad_(False).eval()
+    return components
+
+
+def _check_library(path: str, name: str, library: str | None) -> None:
+    """diffusers' rule, which not all of its versions keep: a checkpoint may name these, or what is imported already."""
+    if library not in (None, "diffusers", "transformers", *sys.modules) and not hasattr(diffusers.pipelines, library):
+        raise UserError(
+            f"pipeline {path!r} takes its {name} from a module {library!r}, which is not imported because a checkpoint "
+            "names it; parts of diffusers and transformers are accepted"
+        )
 
 
 def choose_trainable(family: Family, model: nn.Module, options: TrainOptions) -> int:
@@ -127,21 +171,41 @@ def _build(family: Family, options: ModelOptions, mhla: MHLAConfig | None) -> nn
 
 
 def _load_transformer(family: Family, path: str, overrides: dict[str, Any]) -> nn.Module:
+    if Path(path).is_file():
+        return _load_original(family, path, overrides)
     place: dict[str, Any] = {"subfolder": "transformer"} if _is_pipeline(path) else {}
     try:
         saved = family.base_class.load_config(path, **place)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from None
-    classes = {c.__name__: c for c in (family.base_class, family.model_class)}
-    found = saved.get("_class_name")
-    if found not in classes:
-        raise UserError(f"model.pretrained {path!r} holds a {found}; {' and '.join(classes)} are accepted")
+    saved_class = family.saved_class(saved)
+    if saved_class is None:
+        accepted = f"{family.base_class.__name__} and {family.model_class.__name__}"
+        raise UserError(f"model.pretrained {path!r} holds a {saved.get('_class_name')}; {accepted} are accepted")
     try:
-        return classes[found].from_pretrained(path, torch_dtype=torch.float32, **place, **overrides)
+        return saved_class.from_pretrained(path, torch_dtype=torch.float32, **place, **overrides)
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, TypeError) as error:
         raise _unreadable(path, error) from None
+
+
+def _load_original(family: Family, path: str, overrides: dict[str, Any]) -> nn.Module:
+    """The transformer in a file of the family's public format, in float32."""
+    weights, metadata = read_weights(path)
+    if "num_attention_heads" in overrides:  # the weights of an unusual size do not say it
+        metadata = {**metadata, "heads": str(overrides["num_attention_heads"])}
+    model = family.from_original(weights, metadata).float()
+    if not overrides:
+        return model
+    settings = {name: value for name, value in model.config.items() if not name.startswith("_")}
+    try:
+        changed = type(model)(**{**settings, **overrides})
+        changed.load_state_dict(model.state_dict())
+    except (TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"model.overrides {overrides} does not suit model.pretrained {path!r}: {reason}") from None
+    return changed
 
 
 def _set_attention(model: nn.Module, options: ModelOptions, mhla: MHLAConfig | None) -> nn.Module:
@@ -164,27 +228,6 @@ def _set_attention(model: nn.Module, options: ModelOptions, mhla: MHLAConfig | N
                 "change; leave model.mhla empty to keep it"
             )
     return model
-
-
-def _load_components(path: str | None) -> dict[str, Any]:
-    """The parts of a saved pipeline other than its transformer; none where `path` is a bare transformer."""
-    if path is None or not _is_pipeline(path):
-        return {}
-    index = DiffusionPipeline.load_config(path)
-    components: dict[str, Any] = {}
-    for name, entry in index.items():
-        if name == "id2label" or name.startswith("_") or name == "transformer":
-            continue
-        if isinstance(entry, (list, tuple)) and len(entry) == 2 and entry[0] is not None:
-            kind = getattr(importlib.import_module(entry[0]), entry[1])
-            try:
-                components[name] = kind.from_pretrained(path, subfolder=name)
-            except (OSError, ValueError) as error:
-                raise _unreadable(f"{path}/{name}", error) from None
-    for part in components.values():
-        if isinstance(part, nn.Module):
-            part.requires_grad_(False).eval()
-    return components
 
 
 def _is_pipeline(path: str) -> bool:

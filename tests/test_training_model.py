@@ -1,0 +1,142 @@
+"""What a training config starts from: pipelines, bare transformers, original release files; and what is not imported."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from diffusers import DDIMScheduler, DiTPipeline
+from dit_models import disturb, inputs, small_dit, small_vae
+from sana_components import small_components as sana_components
+from test_dit_convert import inputs as original_inputs
+from test_dit_convert import original, output, relative_error, written_out
+from wan_models import small_components as wan_components
+from wan_models import stock_transformer
+
+from mhla_diffusion.backbones import family_named
+from mhla_diffusion.errors import UserError
+from mhla_diffusion.pipelines import MHLADiTPipeline
+from mhla_diffusion.training import config_from_dict
+from mhla_diffusion.training.config import ModelOptions
+from mhla_diffusion.training.model import check_fit, load_components, load_model
+
+DIT = family_named("dit")
+
+
+def dit_pipeline(folder, transformer=None):
+    DiTPipeline(transformer or small_dit(), small_vae(), DDIMScheduler(), {0: "cat"}).save_pretrained(folder)
+    return folder
+
+
+def as_published_on_the_hub(folder):
+    """Rewrite a saved DiT pipeline to name its transformer as facebook/DiT-XL-2-256 does."""
+    index, config = folder / "model_index.json", folder / "transformer" / "config.json"
+    content = json.loads(index.read_text())
+    content["transformer"] = ["diffusers", "Transformer2DModel"]
+    index.write_text(json.dumps(content))
+    legacy = {
+        "_class_name": "Transformer2DModel",
+        "attention_type": "default",
+        "cross_attention_dim": None,
+        "double_self_attention": False,
+        "num_vector_embeds": None,
+        "only_cross_attention": False,
+        "use_linear_projection": False,
+    }
+    config.write_text(json.dumps(json.loads(config.read_text()) | legacy))
+    return folder
+
+
+def test_a_pipeline_that_names_the_legacy_class_is_the_same_model(tmp_path):
+    stock = disturb(small_dit())
+    folder = as_published_on_the_hub(dit_pipeline(tmp_path / "hub", stock))
+    for attention in ("softmax", "mhla"):
+        _, model, components = load_model(ModelOptions(pretrained=str(folder), attention=attention), 10)
+        weights = model.state_dict()
+        assert all(torch.equal(weights[name], value) for name, value in stock.state_dict().items())
+        assert components.keys() == {"vae", "scheduler"}
+    pipeline = MHLADiTPipeline.from_pretrained(folder)
+    with torch.no_grad():
+        assert torch.equal(pipeline.transformer(**inputs()).sample, stock(**inputs()).sample)
+
+
+def test_the_legacy_class_of_another_model_is_refused(tmp_path):
+    folder = as_published_on_the_hub(dit_pipeline(tmp_path / "hub"))
+    config = folder / "transformer" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"norm_type": "ada_norm_single"}))
+    with pytest.raises(UserError, match="holds a Transformer2DModel; DiTTransformer2DModel and MHLADiT"):
+        load_model(ModelOptions(pretrained=str(folder)), 10)
+
+
+def test_an_original_release_file_is_a_start(tmp_path):
+    weights = {name: value.bfloat16().float() for name, value in original().items() if name != "pos_embed"}
+    weights["pos_embed"] = original()["pos_embed"]
+    torch.save({name: value.bfloat16() for name, value in weights.items()}, tmp_path / "DiT.pt")
+    options = {"pretrained": str(tmp_path / "DiT.pt"), "overrides": {"num_attention_heads": 2}}
+    config = config_from_dict({"model": {**options, "attention": "softmax", "components": str(tmp_path / "pipe")}})
+    dit_pipeline(tmp_path / "pipe")
+    family, model, components = load_model(config.model, 10)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert relative_error(output(model), written_out(weights, *original_inputs(), heads=2)) < 1e-5
+    check_fit(family, model, components, 16, 3)
+    said = []
+    _, model, components = load_model(ModelOptions(**options, mhla={"blocks": (2, 2)}), 3, said.append)
+    assert model.mhla_config.blocks == (2, 2) and model.config.num_embeds_ada_norm == 3
+    assert said == ["the label table of 10 classes is replaced by a new one of 3; all else is kept"]
+    with pytest.raises(UserError, match="or name the pipeline with its VAE in model.components"):
+        check_fit(family, model, components, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({}, "do not say how many heads"),
+        ({"num_attention_heads": 2, "num_layers": 3}, "does not suit model.pretrained"),
+        ({"num_attention_heads": 2, "dropuot": 0.1}, "does not suit model.pretrained"),
+    ],
+)
+def test_an_original_file_that_does_not_fit_is_refused(tmp_path, overrides, message):
+    torch.save(original(), tmp_path / "DiT.pt")
+    with pytest.raises(UserError, match=message) as caught:
+        load_model(ModelOptions(pretrained=str(tmp_path / "DiT.pt"), overrides=overrides), 10)
+    assert "\n" not in str(caught.value)
+
+
+def test_overrides_change_an_original_model(tmp_path):
+    torch.save(original(), tmp_path / "DiT.pt")
+    overrides = {"num_attention_heads": 2, "dropout": 0.25}
+    model = load_model(ModelOptions(pretrained=str(tmp_path / "DiT.pt"), overrides=overrides), 10)[1]
+    assert model.config.dropout == 0.25
+
+
+@pytest.mark.parametrize("name", ["dit", "sana", "wan"])
+def test_components_are_those_of_the_pipeline_without_its_transformer(tmp_path, name):
+    parts = {"dit": lambda: {"vae": small_vae()}, "sana": sana_components, "wan": wan_components}[name]()
+    transformer = parts.pop("transformer", None) or {"dit": small_dit, "wan": stock_transformer}[name]()
+    folder = str(tmp_path / name)
+    family_named(name).build_pipeline(transformer, parts).save_pretrained(folder)
+    loaded = load_components(ModelOptions(family=name, components=folder))
+    assert loaded.keys() == {part for part, value in parts.items() if value is not None} | {"scheduler"}
+    assert load_components(ModelOptions(components=folder), only=("vae",)).keys() == {"vae"}
+    assert not any(parameter.requires_grad for parameter in loaded["vae"].parameters())
+    weights = loaded["vae"].state_dict()
+    assert all(torch.equal(value, weights[key]) for key, value in parts["vae"].state_dict().items())
+
+
+def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path, monkeypatch):
+    folder = dit_pipeline(tmp_path / "pipe")
+    (tmp_path / "weights_of_mine.py").write_text("raise SystemExit('imported')\nclass Thing: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    index = folder / "model_index.json"
+    original_index = json.loads(index.read_text())
+    for entry, message in (
+        ({"vae": ["weights_of_mine", "Thing"]}, "'weights_of_mine', which is not imported because a checkpoint"),
+        ({"vae": ["subprocess", "Popen"]}, "cannot be read"),
+        ({"vae": ["diffusers", "NoSuchClass"]}, "cannot be read"),
+        ({"_class_name": ["pipeline", "Mine"]}, "brings its own code"),
+    ):
+        index.write_text(json.dumps(original_index | entry))
+        with pytest.raises(UserError, match=message) as caught:
+            load_components(ModelOptions(pretrained=str(folder)))
+        assert "\n" not in str(caught.value)
