@@ -52,8 +52,10 @@ def test_a_folder_that_is_in_use_and_a_size_that_is_not_there_are_refused(tmp_pa
 
 def emoji_archive(folder) -> None:
     """A package of the form of emoji-datasource-google, with twenty smileys and one hand in two skin tones."""
-    rows = [{"name": f"FACE {i}", "short_name": "f", "image": f"f{i}.png", "category": "Smileys & Emotion", "sort_order": i}
-            for i in range(20)]  # fmt: skip
+    rows = [
+        {"name": f"FACE {i}", "short_name": "f", "image": f"f{i}.png", "category": "Smileys & Emotion", "sort_order": i}
+        for i in range(20)
+    ]
     tone = {"1F3FB": {"image": "hand-1f3fb.png"}}
     rows.append({"name": None, "short_name": "raised_hand", "image": "hand.png", "category": "People & Body",
                  "sort_order": 99, "skin_variations": tone})  # fmt: skip

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from diffusers import DiffusionPipeline
 from training_runs import losses, same_tensors, start_script, tiny_config
@@ -107,6 +108,15 @@ def test_sigterm_saves_the_step_ends_cleanly_and_the_run_goes_on_from_there(tmp_
     assert finetune(shorter, resume="latest").step == step + 2
 
 
+def kill_with_children(process):
+    """Kill a launcher and the training processes and readers that it started, which live in sessions of their own."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()
+    process.communicate()
+    psutil.wait_procs(family, timeout=30)
+
+
 TWO = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--rdzv_backend=c10d",
        "--rdzv_endpoint=localhost:0")  # fmt: skip
 
@@ -129,8 +139,7 @@ def test_two_processes_give_the_losses_of_one_also_after_a_kill(tmp_path):
 
     killed = start_script(tmp_path / "killed.yaml", launcher=TWO)
     wait_for(lambda: checkpoints(tmp_path / "killed" / "checkpoints"), killed)
-    os.killpg(killed.pid, signal.SIGKILL)
-    killed.communicate()
+    kill_with_children(killed)
     assert not (tmp_path / "killed" / "pipeline").exists()
     resumed = start_script(tmp_path / "killed.yaml", "--resume", "latest", launcher=TWO)
     _, err = resumed.communicate(timeout=300)

@@ -78,5 +78,4 @@ def start_script(config: Path, *arguments: str, launcher: tuple[str, ...] = (sys
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,  # so that a test can kill it with all that it started
     )
