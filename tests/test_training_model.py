@@ -1,4 +1,4 @@
-"""What a training config starts from: pipelines, bare transformers, original release files; and what is not imported."""
+"""What a training config starts from: pipelines, transformers, original release files; and what is not imported."""
 
 from __future__ import annotations
 
@@ -134,7 +134,8 @@ def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path, monkeypat
         ({"vae": ["weights_of_mine", "Thing"]}, "'weights_of_mine', which is not imported because a checkpoint"),
         ({"vae": ["subprocess", "Popen"]}, "cannot be read"),
         ({"vae": ["diffusers", "NoSuchClass"]}, "cannot be read"),
-        ({"_class_name": ["pipeline", "Mine"]}, "brings its own code"),
+        ({"_class_name": ["pipeline", "Mine"]}, "is no pipeline of diffusers"),
+        ({"_class_name": "AutoencoderKL"}, "is no pipeline of diffusers"),
     ):
         index.write_text(json.dumps(original_index | entry))
         with pytest.raises(UserError, match=message) as caught:

@@ -93,12 +93,15 @@ def load_components(options: ModelOptions, only: Collection[str] | None = None) 
     skipped = {name for name in parts if name in TRANSFORMERS or (only is not None and name not in only)}
     for name in parts.keys() - skipped:
         _check_library(path, name, parts[name][0])
-    if not isinstance(index.get("_class_name"), str):
-        raise UserError(f"pipeline {path!r} brings its own code, which is not run; a pipeline of diffusers is accepted")
+    # By its own class: DiffusionPipeline would load a transformer that is optional although it is passed as None.
+    name = index.get("_class_name")
+    pipeline_class = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not (isinstance(pipeline_class, type) and issubclass(pipeline_class, DiffusionPipeline)):
+        raise UserError(f"pipeline {path!r} is a {name}, which is no pipeline of diffusers or of this library")
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # else there is one per process
     try:
-        pipeline = DiffusionPipeline.from_pretrained(path, torch_dtype=torch.float32, **dict.fromkeys(skipped))
+        pipeline = pipeline_class.from_pretrained(path, torch_dtype=torch.float32, **dict.fromkeys(skipped))
     except (OSError, ValueError, AttributeError, TypeError, RuntimeError, ImportError) as error:
         raise _unreadable(path, error) from None
     finally:
