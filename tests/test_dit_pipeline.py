@@ -140,6 +140,16 @@ def test_a_scheduler_that_learns_the_range_is_given_the_predicted_variance():
     assert torch.allclose(result, x, rtol=1e-4, atol=1e-4)
 
 
+def test_the_noise_is_scaled_to_the_schedulers_first_sigma():
+    pipe = mhla_pipeline(EulerDiscreteScheduler(timestep_spacing="linspace"))
+    inputs = []
+    pipe.transformer.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    pipe([2], guidance_scale=1.0, num_inference_steps=4, generator=seeds(8), output_type="latent")
+    noise, sigma = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(8)), pipe.scheduler.sigmas[0]
+    # σ·noise, divided by √(σ² + 1) as the model takes it; unscaled noise would come out σ times smaller.
+    assert torch.allclose(inputs[0], sigma * noise / (sigma**2 + 1).sqrt(), rtol=1e-5)
+
+
 def test_given_latents_replace_the_drawn_noise():
     pipe = mhla_pipeline()
     noise = torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(8))
