@@ -57,13 +57,13 @@ def mhla_attention(
     with no_autocast(query):
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         key_blocks = _head_blocks(_masked(numerator_key, key_mask), layout)  # (B, H, M, L, D)
-        summaries = key_blocks.mT @ _head_blocks(value, layout)  # (B, H, M, D, E)
-        query_blocks = _head_blocks(numerator_query, layout)
+        summaries = key_blocks.mT @ _head_blocks(value, layout, zero_padding=False)  # (B, H, M, D, E)
+        query_blocks = _head_blocks(numerator_query, layout, zero_padding=False)
         out = query_blocks @ mix_blocks(summaries, mixing, layout)  # (B, H, M, L, E)
         if normalize:
             if rotary is not None:
                 key_blocks = _head_blocks(_masked(key, key_mask), layout)
-                query_blocks = _head_blocks(query, layout)
+                query_blocks = _head_blocks(query, layout, zero_padding=False)
             normaliser = mix_blocks(key_blocks.sum(dim=-2), mixing, layout)  # (B, H, M, D)
             out = out / (query_blocks @ normaliser.unsqueeze(-1) + eps)
         out = layout.from_blocks(rearrange(out, "b h m l e -> b m l h e"))
@@ -153,9 +153,9 @@ def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype)
 
 
-def _head_blocks(tokens: Tensor, layout: BlockLayout) -> Tensor:
-    """(B, N, H, D) to (B, H, M, L, D), accumulation dtype."""
-    return rearrange(layout.to_blocks(at_least_float32(tokens)), "b m l h d -> b h m l d")
+def _head_blocks(tokens: Tensor, layout: BlockLayout, zero_padding: bool = True) -> Tensor:
+    """(B, N, H, D) to (B, H, M, L, D) in the accumulation dtype; padding of keys must be zero, others drop out."""
+    return at_least_float32(layout.to_blocks(rearrange(tokens, "b n h d -> b h n d"), 2, zero_padding))
 
 
 def _masked(key: Tensor, key_mask: Tensor | None) -> Tensor:

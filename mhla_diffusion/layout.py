@@ -107,22 +107,30 @@ class BlockLayout:
         is_token = torch.zeros(num_slots, dtype=torch.bool, device=device).scatter(0, slot, torch.ones_like(slot) > 0)
         return token_of_slot, is_token, slot_of_token
 
-    def to_blocks(self, tokens: Tensor) -> Tensor:
-        """(B, N, ...) to (B, M, L, ...); slots without a token are zero. Same dtype; differentiable."""
-        if tokens.shape[1] != self.num_tokens:
+    def to_blocks(self, tokens: Tensor, dim: int = 1, zero_padding: bool = True) -> Tensor:
+        """(..., N, ...) to (..., M, L, ...), contiguous, in one copy. Same dtype; differentiable.
+
+        Args:
+            tokens: the sequence lies along dimension `dim`.
+            zero_padding: whether slots without a token are zero; otherwise they hold some token's values.
+        """
+        if tokens.shape[dim] != self.num_tokens:
             raise UserError(
-                f"a sequence of {tokens.shape[1]} tokens does not fit grid={self.grid}, which has {self.num_tokens}."
+                f"a sequence of {tokens.shape[dim]} tokens does not fit grid={self.grid}, which has {self.num_tokens}."
             )
-        rest = tokens.shape[2:]
+        before, rest = tokens.shape[:dim], tokens.shape[dim + 1 :]
+        shape = (*before, self.num_blocks, self.largest_block, *rest)
         if self.is_even:
+            axes = len(self.grid)
             split = [n for length, count in zip(self.grid, self.blocks, strict=True) for n in (count, length // count)]
-            return tokens.unflatten(1, split).permute(self._split_order(len(rest))).reshape(
-                tokens.shape[0], self.num_blocks, self.largest_block, *rest
-            )
+            counts, sizes = range(dim, dim + 2 * axes, 2), range(dim + 1, dim + 2 * axes, 2)
+            last = range(dim + 2 * axes, dim + 2 * axes + len(rest))
+            return tokens.unflatten(dim, split).permute(*range(dim), *counts, *sizes, *last).reshape(shape)
         token_of_slot, is_token, _ = self.slots(tokens.device)
-        padded = tokens.index_select(1, token_of_slot)
-        padded = padded.masked_fill(~is_token.view(-1, *[1] * len(rest)), 0)
-        return padded.unflatten(1, (self.num_blocks, self.largest_block))
+        padded = tokens.index_select(dim, token_of_slot)
+        if zero_padding:
+            padded = padded.masked_fill(~is_token.view(-1, *[1] * len(rest)), 0)
+        return padded.reshape(shape)
 
     def from_blocks(self, blocks: Tensor) -> Tensor:
         """(B, M, L, ...) back to (B, N, ...), padding dropped: the inverse of `to_blocks`."""
@@ -136,13 +144,6 @@ class BlockLayout:
             return split.permute(order).reshape(blocks.shape[0], self.num_tokens, *rest)
         _, _, slot_of_token = self.slots(blocks.device)
         return blocks.flatten(1, 2).index_select(1, slot_of_token)
-
-    def _split_order(self, num_rest: int) -> list[int]:
-        """Axis order that turns (B, n1, s1, n2, s2, ..., rest) into (B, n1, n2, ..., s1, s2, ..., rest)."""
-        axes = len(self.grid)
-        counts = [1 + 2 * a for a in range(axes)]
-        sizes = [2 + 2 * a for a in range(axes)]
-        return [0, *counts, *sizes, *range(1 + 2 * axes, 1 + 2 * axes + num_rest)]
 
 
 @lru_cache(maxsize=64)
