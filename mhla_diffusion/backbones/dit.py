@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,6 +87,24 @@ class DiTFamily(Family):
     def usual_grid(self, model: nn.Module) -> tuple[int, ...]:
         side = model.config.sample_size // model.config.patch_size
         return (side, side)
+
+    @torch.no_grad()
+    def init_weights_(self, model: nn.Module) -> None:
+        # DiT's own (Peebles and Xie 2023, section 3.2 and its released code): blocks start as the identity.
+        kept = {module for block in model.transformer_blocks for module in _own_modules(block.attn1.processor)}
+        for module in model.modules():
+            if isinstance(module, nn.Linear | nn.Conv2d) and module not in kept:
+                nn.init.xavier_uniform_(module.weight.flatten(1))
+                nn.init.zeros_(module.bias)
+            elif isinstance(module, CombinedTimestepLabelEmbeddings):
+                nn.init.normal_(module.class_embedder.embedding_table.weight, std=0.02)
+        for module in model.modules():
+            if isinstance(module, CombinedTimestepLabelEmbeddings):
+                nn.init.normal_(module.timestep_embedder.linear_1.weight, std=0.02)
+                nn.init.normal_(module.timestep_embedder.linear_2.weight, std=0.02)
+        for zero in (*(block.norm1.linear for block in model.transformer_blocks), model.proj_out_1, model.proj_out_2):
+            nn.init.zeros_(zero.weight)
+            nn.init.zeros_(zero.bias)
 
     def set_num_classes(self, model: nn.Module, num_classes: int) -> int | None:
         before = model.config.num_embeds_ada_norm
@@ -283,6 +301,10 @@ class MHLADiTTransformer2DModel(MHLAModelMixin, DiTTransformer2DModel, Attention
             timestep = self.embedder(timestep, class_labels, hidden_dtype=hidden_states.dtype)
             class_labels = None
         return super().forward(hidden_states, timestep, class_labels, cross_attention_kwargs, return_dict)
+
+
+def _own_modules(processor: Any) -> Iterable[nn.Module]:
+    return processor.modules() if isinstance(processor, nn.Module) else ()
 
 
 class _GivenConditioning(nn.Module):

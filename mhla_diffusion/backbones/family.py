@@ -122,6 +122,9 @@ class Family(ABC):
             raise UserError(f"preset={preset!r} is unknown{nearest(preset, self.presets)}; known: {known}.")
         return self.model_class(**{**self.presets[preset], **arguments}, mhla=mhla)
 
+    def init_weights_(self, model: nn.Module) -> None:  # noqa: B027  (optional)
+        """Give a model that is trained from scratch the initial weights of its publication; drawn from torch's RNG."""
+
     def set_num_classes(self, model: nn.Module, num_classes: int) -> int | None:
         """Give `model` a new label table of `num_classes` classes and a null class, unless it has that many.
 
