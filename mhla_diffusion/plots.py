@@ -46,6 +46,32 @@ def plot_losses(runs: Mapping[str, str | Path], out: str | Path, starts: Mapping
     return _save(figure, out)
 
 
+def plot_ranges(
+    curves: Mapping[str, Sequence[Sequence[tuple[int, float]]]], levels: Mapping[str, float], out: str | Path
+) -> Path:
+    """Held-out losses of runs with several seeds in one PNG: the median as a line, the range as a band.
+
+    Args:
+        curves: label to one curve of (step, loss) per seed, all at the same steps.
+        levels: label to a loss that is drawn as a dashed horizontal line.
+        out: the PNG file.
+    """
+    figure, axes = _figure(8.0, 4.5)
+    for label, runs in curves.items():
+        steps = [step for step, _ in runs[0]]
+        losses = np.array([[loss for _, loss in run] for run in runs])
+        (line,) = axes.plot(steps, np.median(losses, axis=0), label=label)
+        axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=line.get_color(), alpha=0.15)
+    for label, level in levels.items():
+        axes.axhline(level, color="black", linestyle="--", label=label)
+    axes.set_xlabel("optimiser step")
+    axes.set_ylabel("held-out loss")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _save(figure, out)
+
+
 def plot_samples(rows: Mapping[str, Sequence[Image.Image]], columns: Sequence[str], out: str | Path) -> Path:
     """Images in labelled rows and columns as one PNG, smoothly enlarged.
 

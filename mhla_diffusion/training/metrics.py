@@ -38,7 +38,7 @@ class MetricLog:
             self.wandb = _start_wandb(options.wandb, folder, config)
 
     def numbers(self, step: int, values: dict[str, float]) -> None:
-        """Record `values` of optimiser step `step` (the first step is 1)."""
+        """Record `values` of optimiser step `step` (the first step is 1; those of the alignment end at 0)."""
         if not self.active:
             return
         with self.path.open("a", encoding="utf-8") as file:
@@ -47,7 +47,7 @@ class MetricLog:
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
             self.tensorboard.flush()
-        if self.wandb:
+        if self.wandb and step > 0:  # it knows no steps below 0
             self.wandb.log(values, step=step)
 
     def picture(self, step: int, image: Image.Image) -> None:

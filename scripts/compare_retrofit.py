@@ -1,0 +1,75 @@
+"""Compare ways to retrofit a softmax model with MHLA: all combinations of the given choices, with several seeds.
+
+    python scripts/prepare_data.py digits data/digits --size 8
+    python scripts/compare_retrofit.py --out outputs/retrofit --feature-map relu hedgehog --cpe false true \\
+        --align-steps 0 50 train.steps=200
+
+The teacher is trained by its own recipe, or given with --teacher. Alignment steps count as steps. OUT/results.jsonl,
+the table and the plot hold all results so far: what is finished is not run again, and the same OUT takes more choices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from mhla_diffusion.errors import UserError
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+QUIET = ["validation.images=0", "logging.progress=false", "logging.tensorboard=false", "checkpoint.every=0"]
+
+
+def truth(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text == "true"
+
+
+def counts(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of results")
+    parser.add_argument("--teacher", metavar="PIPELINE", help="softmax pipeline (default: trained into OUT/teacher)")
+    parser.add_argument("--teacher-config", default=CONFIGS / "dit_digits.yaml", metavar="FILE", help="its recipe")
+    parser.add_argument(
+        "--config", default=CONFIGS / "dit_digits_mhla.yaml", metavar="FILE", help="recipe of retrofits"
+    )
+    parser.add_argument("--feature-map", nargs="+", default=["relu"], metavar="NAME", help="(default: relu)")
+    parser.add_argument("--cpe", nargs="+", type=truth, default=[False], metavar="BOOL", help="(default: false)")
+    parser.add_argument("--gate", nargs="+", type=truth, default=[False], metavar="BOOL", help="(default: false)")
+    parser.add_argument("--blocks", nargs="+", type=counts, default=[(4, 4)], metavar="H,W", help="(default: 4,4)")
+    parser.add_argument("--mixing", nargs="+", default=["full"], choices=("full", "separable"), help="(default: full)")
+    parser.add_argument("--align-steps", nargs="+", type=int, default=[0], metavar="N", help="(default: 0)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipes, as train.steps=200")
+    args = parser.parse_intermixed_args()
+    try:
+        from mhla_diffusion.plots import plot_ranges
+        from mhla_diffusion.training import finetune, load_config
+        from mhla_diffusion.training.comparison import by_choice, compare_retrofits, grid, results_table
+
+        teacher = args.teacher
+        if teacher is None:
+            data = [item for item in args.overrides if item.startswith("data.")]
+            recipe = load_config(args.teacher_config, [f"output_dir={args.out / 'teacher'}", *data])
+            finished = args.out / "teacher" / "pipeline"
+            teacher = finished if finished.is_dir() else finetune(recipe, resume="latest").pipeline
+        config = load_config(args.config, [*QUIET, f"model.pretrained={teacher}", *args.overrides])
+        fields = ("feature_map", "cpe", "gate", "blocks", "mixing", "align_steps")
+        choices = grid(**{name: getattr(args, name) for name in fields})
+        rows = compare_retrofits(choices, args.seeds, config, args.out)
+        curves = {name: [row["curve"] for row in group] for name, group in by_choice(rows).items()}
+        plot = plot_ranges(curves, {"teacher": rows[0]["teacher_loss"]}, args.out / "curves.png")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"\n{results_table(rows)}\n\ncurves: {plot}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
