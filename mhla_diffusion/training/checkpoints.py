@@ -63,13 +63,20 @@ def whole_folder(target: Path, synced: bool = True) -> Iterator[Path]:
         raise
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader finds the old content or the new one, never a part."""
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Give a temporary path to write; when the block ends without an error that file becomes `path`."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    temporary.write_text(text, encoding="utf-8")
+    yield temporary
     _sync(temporary)
     temporary.rename(path)
     _sync(path.parent)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file so that a reader finds the old content or the new one, never a part."""
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
 
 
 def sweep(folder: Path) -> None:

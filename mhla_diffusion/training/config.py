@@ -31,7 +31,9 @@ def option(default: Any, help: str, *, choices: Sequence[str] = (), minimum: flo
 @dataclass
 class ModelOptions:
     family: str = option("dit", "backbone family, a file of mhla_diffusion/backbones")
-    pretrained: str | None = option(None, "where to start from: pipeline or transformer (folder or hub id), or an original release file")
+    pretrained: str | None = option(
+        None, "start: pipeline or transformer (folder, hub id), or an original release's file"
+    )
     components: str | None = option(None, "pipeline whose VAE, scheduler, … are used; null: model.pretrained")
     preset: str | None = option(None, "size of a model that starts from random weights, as 'DiT-S/2'")
     overrides: dict[str, Any] = option({}, "model arguments on top of the preset, as {in_channels: 1}")
@@ -41,8 +43,8 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
-    train: str = option("", "image folder with one sub-folder per class")
-    validation: str | None = option(None, "image folder of held-out images for the validation loss")
+    train: str = option("", "image folder with one sub-folder per class, or a folder made by scripts/cache_latents.py")
+    validation: str | None = option(None, "the same with held-out images, for the validation loss")
     size: int = option(256, "images are centre-cropped to size × size pixels", minimum=1)
     channels: int = option(3, "3: colour, 1: greyscale", minimum=1)
     flip: bool = option(True, "mirror half of the training images, chosen anew each epoch")

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,6 +20,7 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
+from ..backbones.family import Family
 from ..errors import UserError
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -95,10 +95,11 @@ class BatchPlan:
 
 
 class ImageSource(Protocol):
-    """What the loop needs of a data set; an image folder here, and the place for caches and captioned sets."""
+    """What the loop needs of a data set."""
 
     class_names: list[str]
     fingerprint: str
+    latent_shape: tuple[int, ...] | None  # of one sample that comes encoded; None for images
 
     def __len__(self) -> int: ...
 
@@ -109,9 +110,13 @@ class ImageSource(Protocol):
 
 @dataclass
 class Sample:
-    """One training example: an image in [-1, 1] of shape (C, H, W), and the tensors it is conditioned on."""
+    """One training example: an image in [-1, 1] of shape (C, H, W) or what the VAE says of it (`Family.posterior`).
 
-    image: torch.Tensor
+    `conditions` are the tensors it is conditioned on.
+    """
+
+    image: torch.Tensor | None = None
+    posterior: dict[str, torch.Tensor] = field(default_factory=dict)
     conditions: dict[str, torch.Tensor] = field(default_factory=dict)
     text: str | None = None
 
@@ -122,6 +127,8 @@ class ImageFolder:
     A `metadata.jsonl` with `file_name` and `text` in each line adds captions. Images are centre-cropped as in ADM and
     DiT, transparency is laid on white, and each becomes (channels, size, size) float32 in [-1, 1].
     """
+
+    latent_shape = None
 
     def __init__(
         self, root: str | Path, size: int, channels: int = 3, flip: bool = False, class_names: list[str] | None = None
@@ -159,7 +166,7 @@ class ImageFolder:
         if self.flip and torch.rand((), generator=generator) < 0.5:
             image = image.flip(-1)
         label = torch.tensor(self.labels[owner], dtype=torch.long)
-        return Sample(image, {"class_labels": label}, self.captions.get(name))
+        return Sample(image, conditions={"class_labels": label}, text=self.captions.get(name))
 
     def _read_captions(self) -> dict[str, str]:
         path = self.root / "metadata.jsonl"
@@ -214,9 +221,10 @@ def _order(name: str) -> tuple[int, int, str]:
 
 @dataclass
 class Batch:
-    """Images (B, C, H, W), conditions with B rows each, captions, and the (epoch, index) of every sample."""
+    """Images (B, C, H, W) or their posteriors, conditions, captions, and the (epoch, index) of every sample."""
 
-    images: torch.Tensor
+    images: torch.Tensor | None
+    posterior: dict[str, torch.Tensor]
     conditions: dict[str, torch.Tensor]
     texts: list[str | None]
     keys: list[tuple[int, int]]
@@ -224,6 +232,18 @@ class Batch:
     def generators(self, seed: int) -> list[torch.Generator]:
         """One CPU generator per sample, for its latent, noise, timestep and label dropout."""
         return [sample_generator(seed, "objective", epoch, index) for epoch, index in self.keys]
+
+    def latents(
+        self,
+        family: Family,
+        components: Mapping[str, Any],
+        generators: list[torch.Generator],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Scaled latents on `device`, one generator per sample: the images encoded, or only drawn from a cache."""
+        if self.images is not None:
+            return family.encode(components, self.images.to(device, non_blocking=True), generators)
+        return family.draw_latents({name: value.to(device) for name, value in self.posterior.items()}, generators)
 
 
 class _Reader(Dataset):
@@ -244,8 +264,10 @@ def _collate(items: list[Any]) -> Batch | UserError:
         if isinstance(item, UserError):
             return item
     keys, samples = zip(*items, strict=True)
+    images = None if samples[0].image is None else torch.stack([s.image for s in samples])
+    posterior = {name: torch.stack([s.posterior[name] for s in samples]) for name in samples[0].posterior}
     conditions = {name: torch.stack([s.conditions[name] for s in samples]) for name in samples[0].conditions}
-    return Batch(torch.stack([s.image for s in samples]), conditions, [s.text for s in samples], list(keys))
+    return Batch(images, posterior, conditions, [s.text for s in samples], list(keys))
 
 
 def _ignore_sigterm(worker: int) -> None:
@@ -273,14 +295,3 @@ def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) ->
             batch.of_one_process = True  # the other processes do not know of it, so this one has to say it
             raise batch
         yield batch
-
-
-def open_source(
-    path: str, key: str, size: int, channels: int, flip: bool, class_names: list[str] | None = None
-) -> ImageSource:
-    """The data set at `path`, the value of config key `key`."""
-    if not path:
-        raise UserError(f"{key} is not set; an image folder with one sub-folder per class is expected")
-    if not os.path.isdir(path):
-        raise UserError(f"{key} is {path!r}, which is not a folder; an image folder is expected")
-    return ImageFolder(path, size, channels, flip, class_names)

@@ -39,10 +39,11 @@ from .checkpoints import (
     whole_tensor,
 )
 from .config import TrainConfig, config_to_dict
-from .data import BatchPlan, SampleOrder, open_source, read_batches, sample_generator
+from .data import BatchPlan, SampleOrder, read_batches, sample_generator
 from .metrics import MetricLog, mixing_statistics, peak_memory_gib
 from .model import check_fit, choose_trainable, load_model, parameter_groups
 from .run_folder import open_run
+from .sources import check_sources, open_source
 from .validation import averaged_weights, validation_grid, validation_loss
 
 
@@ -106,10 +107,11 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
         model.enable_gradient_checkpointing()
     if options.compile:
         model.compile()
-    for part in (model, *components.values()):
-        if isinstance(part, nn.Module):
+    cached = check_sources([source, held_out], family, components)
+    for name, part in {**components, "transformer": model}.items():
+        if isinstance(part, nn.Module) and not (name == "vae" and cached and not config.validation.images):
             part.to(accelerator.device)
-    check_fit(family, model, components, config.data.size, config.data.channels)
+    check_fit(family, model, components, config.data.size, config.data.channels, source.latent_shape)
     adam = torch.optim.AdamW(parameter_groups(model, options), betas=(options.beta1, options.beta2))
     prepared, optimizer = accelerator.prepare(model.train(), adam)
     model, adam = accelerator.unwrap_model(prepared), optimizer.optimizer
@@ -215,9 +217,8 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
             for part in range(options.gradient_accumulation):
                 batch = next(batches)
                 generators = batch.generators(options.seed)
-                images = batch.images.to(accelerator.device, non_blocking=True)
                 conditions = {name: value.to(accelerator.device) for name, value in batch.conditions.items()}
-                latents = family.encode(components, images, generators)
+                latents = batch.latents(family, components, generators, accelerator.device)
                 inputs = objective.prepare(model, latents, conditions, generators)
                 is_last = part == options.gradient_accumulation - 1
                 with contextlib.nullcontext() if is_last else accelerator.no_sync(prepared):

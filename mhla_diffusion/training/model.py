@@ -49,26 +49,38 @@ def load_model(
 
 
 @torch.no_grad()
-def check_fit(family: Family, model: nn.Module, components: dict[str, Any], size: int, channels: int) -> None:
-    """Raise `UserError` when images of `data.size` and `data.channels` do not give latents that the model takes."""
+def check_fit(
+    family: Family,
+    model: nn.Module,
+    components: dict[str, Any],
+    size: int,
+    channels: int,
+    latent_shape: tuple[int, ...] | None = None,
+) -> None:
+    """Raise `UserError` when images of `data.size` and `data.channels` do not give latents that the model takes.
+
+    `latent_shape` is that of cached latents; None encodes an image to know it.
+    """
     vae = components.get("vae")
     if vae is not None and channels != vae.config.in_channels:
         raise UserError(f"data.channels is {channels}, but the VAE takes {vae.config.in_channels}; set it to that")
-    device = next(model.parameters()).device
-    latents = family.encode(components, torch.zeros(1, channels, size, size, device=device), [torch.Generator()])
+    if latent_shape is None:
+        device = next(model.parameters()).device
+        latents = family.encode(components, torch.zeros(1, channels, size, size, device=device), [torch.Generator()])
+        latent_shape = tuple(latents.shape[1:])
     wanted = model.config.in_channels
-    if latents.shape[1] != wanted:
+    if latent_shape[0] != wanted:
         source = f"data.channels={channels}" if vae is None else "the VAE"
         hint = ", or name the pipeline with its VAE in model.components" if vae is None else ""
         raise UserError(
-            f"{source} gives {latents.shape[1]} channels, but the model takes {wanted}; change it or "
+            f"{source} gives {latent_shape[0]} channels, but the model takes {wanted}; change it or "
             f"model.overrides.in_channels{hint}"
         )
     side = getattr(model.config, "sample_size", None)
-    if side is not None and latents.shape[-1] != side:
+    if side is not None and latent_shape[-1] != side:
         raise UserError(
-            f"data.size={size} gives latents of {latents.shape[-1]}×{latents.shape[-1]}, but the model is set to "
-            f"{side}×{side}; set model.overrides.sample_size={latents.shape[-1]} or change data.size"
+            f"data.size={size} gives latents of {latent_shape[-1]}×{latent_shape[-1]}, but the model is set to "
+            f"{side}×{side}; set model.overrides.sample_size={latent_shape[-1]} or change data.size"
         )
 
 

@@ -59,7 +59,7 @@ def open_run(config: TrainConfig, resume: str | None, allow_config_change: bool 
         raise UserError("output_dir is not set; give the folder of the run, as output_dir=runs/name")
     try:
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        _lock(folder)
+        lock_folder(folder, "output_dir")
         for place in (folder, folder / "checkpoints"):
             sweep(place)
         _refuse_other_run(folder, config, resume, allow_config_change)
@@ -129,12 +129,13 @@ def _set_aside_newer(start: Path) -> None:
             path.rename(aside)
 
 
-def _lock(folder: Path) -> None:
+def lock_folder(folder: Path, key: str) -> None:
+    """Keep other processes out of `folder`, the value of `key`, until this one ends; raise `UserError` if one is in."""
     handle = open(folder / ".lock", "w")  # noqa: SIM115 (held until the process ends)
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"output_dir {folder} is in use by another training process") from None
+        raise UserError(f"{key} {folder} is in use by another process") from None
     except OSError:  # a file system without locks
         handle.close()
     else:

@@ -18,8 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..backbones.family import Family, Objective
 from .config import TrainConfig, ValidationOptions
-from .data import ImageSource, open_source, read_batches, sample_generator
+from .data import ImageSource, read_batches, sample_generator
 from .model import load_saved
+from .sources import check_sources, open_source
 
 
 @contextlib.contextmanager
@@ -100,7 +101,7 @@ def validation_loss(
         counts = torch.arange(position, position + batch_size, device=accelerator.device) < total
         position += batch_size * accelerator.num_processes
         generators = [sample_generator(seed, "validation", index) for _, index in batch.keys]
-        latents = family.encode(components, batch.images.to(accelerator.device), generators)
+        latents = batch.latents(family, components, generators, accelerator.device)
         conditions = {name: value.to(accelerator.device) for name, value in batch.conditions.items()}
         inputs = objective.prepare(accelerator.unwrap_model(model), latents, conditions, generators)
         for name, values in objective.loss(model, inputs).items():
@@ -128,6 +129,7 @@ def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]
     accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=config.train.mixed_precision)
     options = dataclasses.replace(config.model, pretrained=str(pipeline), components=None, overrides={})
     family, model, components = load_saved(options)
+    check_sources([held_out], family, components)
     for part in (model, *components.values()):
         if isinstance(part, nn.Module):
             part.to(accelerator.device)

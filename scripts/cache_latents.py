@@ -1,0 +1,48 @@
+"""Encode a training config's images once with its VAE, so that training reads latents.
+
+    accelerate launch scripts/cache_latents.py --config configs/dit_s2_256.yaml data.train=imagenet --out latents
+    accelerate launch scripts/finetune.py --config configs/dit_s2_256.yaml data.train=latents
+
+What was cut goes on with the same command. The images' size, channels and flips, and the VAE, are those of the config;
+a cache that does not fit the config it is trained with is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from mhla_diffusion.errors import UserError
+from mhla_diffusion.training.config import load_config
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", metavar="FILE", help="recipe, a YAML file as in configs/")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder of the cache, for data.train")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="images per pass of the VAE (32)")
+    parser.add_argument(
+        "--dtype", default="float32", help="of the stored latents: float32 (default), float16, bfloat16"
+    )
+    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images per file (1024)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe, as data.size=512")
+    arguments = parser.parse_intermixed_args(argv)
+
+    is_main = os.environ.get("RANK", "0") == "0"
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        from mhla_diffusion.training.cache import cache_latents
+
+        report = cache_latents(config, arguments.out, arguments.batch_size, arguments.dtype, arguments.shard_size)
+    except UserError as error:
+        if is_main or getattr(error, "of_one_process", False):
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    if is_main:
+        print(report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
