@@ -32,7 +32,8 @@ from ..backbones.family import Family
 from ..errors import UserError, nearest
 from .checkpoints import NO_ROOM, on_main_process, sweep, whole_file, write_whole
 from .config import TrainConfig
-from .data import ImageFolder, Sample, read_batches
+from .data import Sample, read_batches
+from .images import open_images
 from .model import load_components
 from .run_folder import lock_folder
 
@@ -97,7 +98,7 @@ def cache_latents(
     out, data = Path(out), config.data
     if (Path(data.train) / INDEX).is_file():
         raise UserError(f"data.train {data.train} is a cache already; the images themselves are expected")
-    source = ImageFolder(data.train, data.size, data.channels)
+    source = open_images(data.train, "data.train", data.size, data.channels, flip=False)
     family = family_named(config.model.family)
     components = load_components(config.model, only=("vae",))
     if "vae" not in components:

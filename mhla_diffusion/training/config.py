@@ -43,7 +43,7 @@ class ModelOptions:
 
 @dataclass
 class DataOptions:
-    train: str = option("", "image folder with one sub-folder per class, or a folder made by scripts/cache_latents.py")
+    train: str = option("", "image folder (one sub-folder per class), dataset (hub id or folder) or cache of latents")
     validation: str | None = option(None, "the same with held-out images, for the validation loss")
     size: int = option(256, "images are centre-cropped to size × size pixels", minimum=1)
     channels: int = option(3, "3: colour, 1: greyscale", minimum=1)

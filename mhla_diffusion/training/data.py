@@ -8,6 +8,7 @@ over any number of processes and read by any number of workers without changing 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import signal
 from collections.abc import Iterator, Mapping
@@ -182,10 +183,13 @@ class ImageFolder:
         return captions
 
 
-def load_image(path: Path, size: int, channels: int) -> torch.Tensor:
-    """Read and centre-crop an image: (channels, size, size) float32 in [-1, 1]. Raises `UserError` with the path."""
+def load_image(path: Path | str, size: int, channels: int, content: bytes | None = None) -> torch.Tensor:
+    """Read and centre-crop an image: (channels, size, size) float32 in [-1, 1]. Raises `UserError` with the path.
+
+    `content` is what is in the file where that is not to be read.
+    """
     try:
-        with Image.open(path) as opened:
+        with Image.open(path if content is None else io.BytesIO(content)) as opened:
             image = _without_transparency(opened).convert("L" if channels == 1 else "RGB")
     except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"image {path} cannot be read: {error}") from None

@@ -1,4 +1,4 @@
-"""The data set that a config names: an image folder, or a cache of latents made from one."""
+"""The data set that a config names: an image folder, a Hugging Face dataset, or a cache of latents made from one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ..backbones.family import Family
-from ..errors import UserError
 from .cache import INDEX, CachedLatents
-from .data import ImageFolder, ImageSource
-
-ACCEPTED = "an image folder with one sub-folder per class, or a folder made by scripts/cache_latents.py, is expected"
+from .data import ImageSource
+from .images import open_images
 
 
 def open_source(
@@ -21,13 +19,9 @@ def open_source(
 
     Raises `UserError` where there is none, or one that does not give what the other arguments ask for.
     """
-    if not path:
-        raise UserError(f"{key} is not set; {ACCEPTED}")
-    if not Path(path).is_dir():
-        raise UserError(f"{key} is {path!r}, which is not a folder; {ACCEPTED}")
-    if (Path(path) / INDEX).is_file():
+    if path and (Path(path) / INDEX).is_file():
         return CachedLatents(path, size, channels, flip, class_names)
-    return ImageFolder(path, size, channels, flip, class_names)
+    return open_images(path, key, size, channels, flip, class_names)
 
 
 def check_sources(sources: Sequence[ImageSource | None], family: Family, components: Mapping[str, Any]) -> bool:
