@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import shutil
 import signal
 import sys
 import threading
@@ -25,6 +26,7 @@ from tqdm.auto import tqdm
 
 from ..backbones.family import Family
 from ..errors import UserError
+from .align import align_layers, interrupted_state
 from .checkpoints import (
     checkpoint_folder,
     checkpoints,
@@ -94,7 +96,7 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
 
     # The model, what of it learns, and how -------------------------------------------------------------------------
     torch.manual_seed(options.seed)
-    family, model, components = load_model(config.model, len(source.class_names), say)
+    family, model, components = load_model(config.model, len(source.class_names), say, options.align_steps)
     components["id2label"] = dict(enumerate(source.class_names))
     objective = family.objective(label_dropout=options.label_dropout, **options.objective)
     objective.prepare_model(model)
@@ -103,15 +105,22 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
         f"{trainable_parameters:,} of {sum(p.numel() for p in model.parameters()):,} parameters learn, "
         f"on {len(source):,} images of {len(source.class_names)} classes"
     )
-    if options.gradient_checkpointing:
-        model.enable_gradient_checkpointing()
-    if options.compile:
-        model.compile()
     cached = check_sources([source, held_out], family, components)
     for name, part in {**components, "transformer": model}.items():
         if isinstance(part, nn.Module) and not (name == "vae" and cached and not config.validation.images):
             part.to(accelerator.device)
     check_fit(family, model, components, config.data.size, config.data.channels, source.latent_shape)
+    aligned = options.align_steps > 0 and checkpoint is None
+    if aligned:
+        with stop_signals() as stop:
+            parts = (family, model, components, objective, source, accelerator)
+            done = align_layers(config, *parts, resume=resume is not None, stopping=lambda: bool(stop.received))
+        if not done:
+            return RunResult(folder, 0, None, {}, trainable_parameters, stop.received or "a signal")
+    if options.gradient_checkpointing:
+        model.enable_gradient_checkpointing()
+    if options.compile:
+        model.compile()
     adam = torch.optim.AdamW(parameter_groups(model, options), betas=(options.beta1, options.beta2))
     prepared, optimizer = accelerator.prepare(model.train(), adam)
     model, adam = accelerator.unwrap_model(prepared), optimizer.optimizer
@@ -185,6 +194,10 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
         on_main_process(
             accelerator, lambda: prune_checkpoints(place, config.checkpoint.keep_last, config.checkpoint.keep_every)
         )
+
+    if aligned:
+        save(0)
+        on_main_process(accelerator, lambda: shutil.rmtree(interrupted_state(folder), ignore_errors=True))
 
     # Anything broken in sampling or validation shows now rather than after the first thousand steps.
     validate(0, images=min(2, config.validation.images), num_inference_steps=1, loss_images=1)

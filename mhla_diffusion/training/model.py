@@ -25,21 +25,29 @@ from .metrics import mixing_parameters
 
 
 def load_model(
-    options: ModelOptions, num_classes: int, say: Callable[[str], None] = print
+    options: ModelOptions, num_classes: int, say: Callable[[str], None] = print, align_steps: int = 0
 ) -> tuple[Family, nn.Module, dict[str, Any]]:
     """The family, the float32 transformer and the pipeline's other components (VAE, scheduler, …).
 
     Raises `UserError` for an unknown family or preset, a checkpoint that cannot be read or is of another family, and
-    attention that the checkpoint cannot have.
+    attention that the checkpoint cannot have; and, with `align_steps`, where no layer is replaced.
     """
     family = family_named(options.family)
     mhla = _mhla_config(options, family)
+    aligned = f"train.align_steps is {align_steps}, but "
+    if align_steps and mhla is None:
+        raise UserError(f"{aligned}model.attention is 'softmax', so no layer is replaced; set train.align_steps=0")
+    if align_steps and options.pretrained is None:
+        raise UserError(f"{aligned}model.pretrained is not set, so there is nothing to align to; set one of the two")
 
     if options.pretrained is None:
         model = _build(family, options, mhla)
         family.set_num_classes(model, num_classes)
+        family.init_weights_(model)
     else:
         model = _load_transformer(family, options.pretrained, options.overrides)
+        if align_steps and getattr(model, "mhla_config", None) is not None:
+            raise UserError(f"{aligned}{options.pretrained!r} already has MHLA attention; set train.align_steps=0")
         model = _set_attention(model, options, mhla)
         replaced = family.set_num_classes(model, num_classes)
         if replaced is not None:
