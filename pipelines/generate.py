@@ -24,12 +24,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import numpy as np
 import torch
 from accelerate import PartialState
 from diffusers import DiffusionPipeline
-from packaging import version
 from PIL import Image
 from tqdm import tqdm
 
@@ -162,9 +160,7 @@ def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None =
     if not Path(path).exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
         raise UserError(f"the pipeline {path!r} does not exist, and it is not a hub id (owner/name)")
     try:
-        # diffusers calls it dtype now; versions before that know only torch_dtype.
-        name = "dtype" if version.parse(diffusers.__version__) >= version.parse("0.42") else "torch_dtype"
-        pipeline = DiffusionPipeline.from_pretrained(path, **{name: getattr(torch, dtype)})
+        pipeline = DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, dtype))
     except UserError:
         raise
     except (OSError, ValueError) as error:

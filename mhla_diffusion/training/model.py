@@ -121,7 +121,7 @@ def load_components(options: ModelOptions, only: Collection[str] | None = None) 
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # else there is one per process
     try:
-        pipeline = pipeline_class.from_pretrained(path, torch_dtype=torch.float32, **dict.fromkeys(skipped))
+        pipeline = pipeline_class.from_pretrained(path, dtype=torch.float32, **dict.fromkeys(skipped))
     except (OSError, ValueError, AttributeError, TypeError, RuntimeError, ImportError) as error:
         raise _unreadable(path, error) from None
     finally:
@@ -206,7 +206,7 @@ def _load_transformer(family: Family, path: str, overrides: dict[str, Any]) -> n
         accepted = f"{family.base_class.__name__} and {family.model_class.__name__}"
         raise UserError(f"model.pretrained {path!r} holds a {saved.get('_class_name')}; {accepted} are accepted")
     try:
-        return saved_class.from_pretrained(path, torch_dtype=torch.float32, **place, **overrides)
+        return saved_class.from_pretrained(path, dtype=torch.float32, **place, **overrides)
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, TypeError) as error:
