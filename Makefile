@@ -21,8 +21,9 @@ $(VENV)/.installed: pyproject.toml
 quickstart: setup
 	$(BIN)/python scripts/quickstart.py --out outputs/quickstart
 
+# One thread per process: the models of the tests are so small that threads would mostly wait for one another.
 test: setup
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
