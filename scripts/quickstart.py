@@ -17,7 +17,7 @@ from pathlib import Path
 from mhla_diffusion.errors import UserError
 
 MINIATURE = ["train.steps=4", "train.batch_size=8", "validation.images=10", "validation.num_inference_steps=2"]
-SAMPLING = {"num_inference_steps": 20, "guidance_scale": 1.5, "seed": 0}
+SAMPLING = {"num_inference_steps": 20, "guidance_scale": 2.0, "seed": 0}
 
 
 def quickstart(out: Path, num_images: int, overrides: list[str]) -> str:
@@ -56,12 +56,13 @@ def quickstart(out: Path, num_images: int, overrides: list[str]) -> str:
     student = train("dit_digits_mhla.yaml", "mhla", f"model.pretrained={teacher.pipeline}")
 
     models = {"softmax": teacher.pipeline, "retrofitted": fresh, "fine-tuned": student.pipeline}
-    table, pictures = [f"{'model':<12} {'loss':>8} {'FID':>8} {'KID':>8} {'right class':>12} {'images/s':>9}"], {}
+    table = [f"{'model':<12} {'loss':>8} {'FID':>8} {'KID':>8} {'right class':>12} {'images/s':>9}"]
+    pictures = {"real": [Image.open(min((data / "test" / str(digit)).iterdir())) for digit in range(10)]}
     for name, path in models.items():
         samples = out / "samples" / name
         say(
             f"python scripts/generate.py --pipeline {path} --num-images {num_images} --out {samples} "
-            "--steps 20 --guidance-scale 1.5"
+            "--steps 20 --guidance-scale 2"
         )
         pipe = load_pipeline(path)
         conditions = class_conditions(pipe, num_images)
