@@ -156,7 +156,7 @@ def align_layers(
             scaler.unscale_(adam)
             for attn in layers.values():  # each for itself, so that no layer's step depends on another's
                 nn.utils.clip_grad_norm_(attn.parameters(), options.max_grad_norm or math.inf)
-            factor = (1 + math.cos(math.pi * (step - 1) / last)) / 2
+            factor = rate_factor(step, last)
             for group, rate in zip(adam.param_groups, learning_rates, strict=True):
                 group["lr"] = rate * factor
             scaler.step(adam)
@@ -226,6 +226,12 @@ def fitting(
             handle = attn.register_forward_hook(hook(name, teachers[name]), with_kwargs=True)
             hooks.callback(handle.remove)
         yield
+
+
+def rate_factor(step: int, last: int) -> float:
+    """Learning rate of a step (1 to `last`), 1 at its highest: a rise over a tenth of the steps, then half a cosine."""
+    rise = max(1, last // 10)
+    return min(1.0, step / rise) * (1 + math.cos(math.pi * max(0, step - rise) / (last - rise + 1))) / 2
 
 
 def relative_error(output: Tensor, target: Tensor) -> Tensor:

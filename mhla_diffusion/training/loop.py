@@ -198,6 +198,9 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     if aligned:
         save(0)
         on_main_process(accelerator, lambda: shutil.rmtree(interrupted_state(folder), ignore_errors=True))
+        if held_out is not None:
+            start = validate(0, images=0)
+            on_main_process(accelerator, lambda: log.numbers(0, start))
 
     # Anything broken in sampling or validation shows now rather than after the first thousand steps.
     validate(0, images=min(2, config.validation.images), num_inference_steps=1, loss_images=1)
