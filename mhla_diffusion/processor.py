@@ -25,7 +25,9 @@ SILU_ONE = 1.278464542761074  # SiLU(SILU_ONE) = 1: the bias with which a fresh 
 
 @dataclass(frozen=True)
 class MHLAConfig:
-    """How attention layers are replaced; every field has the value that applies when nothing is said.
+    """How attention layers are replaced, complete: every field that is not given has the value below.
+
+    (`MHLAProcessor()` and `apply_mhla(model)` take the model family's values instead.)
 
     Raises:
         UserError: naming the field and what it accepts.
@@ -53,7 +55,7 @@ class MHLAConfig:
         for name in ("normalize", "learn_mixing", "cpe", "gate", "head_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False.")
-        if self.eps is not None and (not _is_number(self.eps) or not self.eps > 0):
+        if self.eps is not None and (not _is_number(self.eps) or not 0 < self.eps < float("inf")):
             raise UserError(f"eps={self.eps!r} must be a positive number or None.")
         if not _is_number(self.locality) or not 0 <= self.locality <= 1:
             raise UserError(f"locality={self.locality!r} must lie between 0 and 1.")
@@ -191,8 +193,9 @@ class MHLAProcessor(nn.Module):
         if rotary_emb is not None and self.config.rope == "after":
             rotary = tuple(apply_rotary(x, *rotary_emb) for x in (query, key))
 
-        # A bare numerator outgrows float16, so it stays in float32 until the head norm has scaled it.
-        values = value if self.head_norm is None else at_least_float32(value)
+        # What a head norm scales or a gate multiplies may outgrow float16 on the way, so it stays in float32.
+        wide = self.head_norm is not None or self.gate is not None
+        values = at_least_float32(value) if wide else value
         out = mhla_attention(
             query, key, values, self.mixing(), layout, self.config.normalize, self.config.eps, rotary, attention_mask
         )
@@ -204,7 +207,7 @@ class MHLAProcessor(nn.Module):
         if self.cpe is not None:
             out = out + self._position_encoding(value, layout)
 
-        out = attn.to_out[1](attn.to_out[0](out.to(hidden_states.dtype)))
+        out = attn.to_out[1](attn.to_out[0](saturating_cast(out, hidden_states.dtype)))
         return saturating_cast(out, hidden_states.dtype)
 
     def _layout(self, num_tokens: int) -> BlockLayout:

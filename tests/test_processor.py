@@ -473,3 +473,17 @@ def test_clipping_reaches_every_layer():
             weight.add_(2.0 if i % 2 else -2.0)
     model.clip_mixing_()
     assert [weight.unique().item() for weight in model.mixing_parameters()] == [0.0, 1.0] * 2
+
+
+@pytest.mark.parametrize("fields", [{"gate": True}, {"gate": True, "cpe": True}, {"head_norm": True}])
+def test_a_large_numerator_stays_finite_in_float16(fields):
+    model = MHLADiTTransformer2DModel(
+        num_layers=1, num_attention_heads=2, attention_head_dim=8, in_channels=1, sample_size=8, patch_size=1,
+        num_embeds_ada_norm=3, mhla={"normalize": False, **fields},
+    ).half()  # fmt: skip
+    attn = model.transformer_blocks[0].attn1
+    attn.processor.grid = (8, 8)
+    with torch.no_grad():
+        for layer in (attn.to_q, attn.to_k, attn.to_v):
+            layer.weight.copy_(torch.eye(16) * 100)
+        assert attn(torch.ones(1, 64, 16, dtype=torch.float16)).isfinite().all()
