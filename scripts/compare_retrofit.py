@@ -1,8 +1,8 @@
 """Compare ways to retrofit a softmax model with MHLA: all combinations of the given choices, with several seeds.
 
     python scripts/prepare_data.py digits data/digits --size 8
-    python scripts/compare_retrofit.py --out outputs/retrofit --feature-map relu hedgehog --cpe false true \\
-        --align-steps 0 50 train.steps=200
+    python scripts/compare_retrofit.py --out outputs/retrofit --feature-map relu,hedgehog --cpe false,true \\
+        --align-steps 0,50 train.steps=200
 
 The teacher is trained by its own recipe, or given with --teacher. Alignment steps count as steps. OUT/results.jsonl,
 the table and the plot hold all results so far: what is finished is not run again, and the same OUT takes more choices.
@@ -13,6 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from mhla_diffusion.errors import UserError
 
@@ -20,14 +23,12 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 QUIET = ["validation.images=0", "logging.progress=false", "logging.tensorboard=false", "checkpoint.every=0"]
 
 
-def truth(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text == "true"
+def listed(text: str) -> list[Any]:
+    return yaml.safe_load(f"[{text}]")
 
 
-def counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+def counts(text: str) -> list[tuple[int, ...]]:
+    return [tuple(int(count) for count in part.split("x")) for part in text.split(",")]
 
 
 def main() -> int:
@@ -38,13 +39,17 @@ def main() -> int:
     parser.add_argument(
         "--config", default=CONFIGS / "dit_digits_mhla.yaml", metavar="FILE", help="recipe of retrofits"
     )
-    parser.add_argument("--feature-map", nargs="+", default=["relu"], metavar="NAME", help="(default: relu)")
-    parser.add_argument("--cpe", nargs="+", type=truth, default=[False], metavar="BOOL", help="(default: false)")
-    parser.add_argument("--gate", nargs="+", type=truth, default=[False], metavar="BOOL", help="(default: false)")
-    parser.add_argument("--blocks", nargs="+", type=counts, default=[(4, 4)], metavar="H,W", help="(default: 4,4)")
-    parser.add_argument("--mixing", nargs="+", default=["full"], choices=("full", "separable"), help="(default: full)")
-    parser.add_argument("--align-steps", nargs="+", type=int, default=[0], metavar="N", help="(default: 0)")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], metavar="N", help="(default: 0 1 2)")
+    for name, default, help in (
+        ("--feature-map", "relu", "feature maps by name"),
+        ("--cpe", "false", "false, true or both"),
+        ("--gate", "false", "false, true or both"),
+        ("--blocks", "4x4", "block counts"),
+        ("--mixing", "full", "full, separable or both"),
+        ("--align-steps", "0", "steps of the alignment"),
+        ("--seeds", "0,1,2", "each choice is run with each"),
+    ):
+        kind = counts if name == "--blocks" else listed
+        parser.add_argument(name, type=kind, default=default, metavar="A,B", help=f"{help} (default: {default})")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipes, as train.steps=200")
     args = parser.parse_intermixed_args()
     try:

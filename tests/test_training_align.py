@@ -21,7 +21,7 @@ from mhla_diffusion import MHLAConfig, apply_mhla
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import align, config_from_dict, config_to_yaml, finetune, read_metrics
-from mhla_diffusion.training.align import fitting, mhla_layers, relative_error, teacher_of
+from mhla_diffusion.training.align import fitting, mhla_layers, rate_factor, relative_error, teacher_of
 
 DIT = family_named("dit")
 SIZES = TINY["model"]["overrides"]
@@ -99,6 +99,8 @@ def test_the_error_of_every_layer_falls_and_steps_count_up_to_zero(place, tmp_pa
         assert rows[-1][name] < 0.5 * rows[0][name]
     assert rows[-1]["align/loss"] == pytest.approx((rows[-1]["align/layer_00"] + rows[-1]["align/layer_01"]) / 2)
     assert [step for step, _ in losses_of_training(tmp_path / "run")] == [1, 2]
+    validated = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
+    assert [row["step"] for row in validated] == [0, 2]
 
 
 @pytest.mark.parametrize(("trainable", "part"), [("all", ".attn1."), ("attention", ".attn1."), ("mhla", ".processor.")])
@@ -203,6 +205,13 @@ def test_uniform_softmax_attention_is_found_by_the_mixing(place, tmp_path):
     mixing = weights_after(tmp_path / "run")["transformer_blocks.0.attn1.processor.mixing.weights.0"]
     rows = mixing / mixing.sum(1, keepdim=True)
     torch.testing.assert_close(rows, torch.full_like(rows, 1 / 4), atol=0.02, rtol=0)
+
+
+def test_the_rate_rises_over_a_tenth_of_the_steps_and_falls_to_almost_nothing():
+    rates = [rate_factor(step, 100) for step in range(1, 101)]
+    assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
+    assert all(0 < later < earlier for earlier, later in zip(rates[9:], rates[10:], strict=False))
+    assert rates[-1] < 1e-3 and rate_factor(1, 1) == 1
 
 
 # The run -------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..processor import MHLAConfig
 from .config import TrainConfig, config_from_dict, config_to_dict, config_to_yaml, read_yaml
 from .loop import finetune
 from .metrics import read_metrics
@@ -63,24 +64,25 @@ def compare_retrofits(
     """
     if not config.model.pretrained or not config.data.validation or not config.validation.every:
         raise UserError("model.pretrained, data.validation and validation.every must be set to compare retrofits")
-    choices = list(choices)
-    for choice in choices:
+    cells = []
+    for choice, seed in itertools.product(choices, seeds):
         if choice.align_steps >= config.train.steps:
             raise UserError(
                 f"align_steps is {choice.align_steps}, which leaves nothing of train.steps={config.train.steps} to "
                 "fine-tune; fewer are accepted"
             )
+        place = out / "cells" / f"{choice.name.replace(' ', '_')}-seed{seed}"
+        cells.append((choice, seed, cell_config(config, choice, seed, place)))
     out.mkdir(parents=True, exist_ok=True)
     _claim(out, config)
     rows = read_results(out)
     teacher_loss = rows[0]["teacher_loss"] if rows else held_out_loss(config, config.model.pretrained)["loss"]
-    cells = [(choice, seed) for choice in choices for seed in seeds]
     done = {(row["name"], row["seed"]) for row in rows}
-    for number, (choice, seed) in enumerate(cells, 1):
+    for number, (choice, seed, cell) in enumerate(cells, 1):
         if (choice.name, seed) in done:
             continue
-        start, place = time.perf_counter(), out / "cells" / f"{choice.name.replace(' ', '_')}-seed{seed}"
-        result = finetune(cell_config(config, choice, seed, place), resume="latest")
+        start, place = time.perf_counter(), Path(cell.output_dir)
+        result = finetune(cell, resume="latest")
         if result.stopped_by:
             raise UserError(
                 f"stopped by {result.stopped_by} in cell {number} of {len(cells)}; the same command goes on"
@@ -109,14 +111,14 @@ def compare_retrofits(
 
 
 def cell_config(config: TrainConfig, choice: Retrofit, seed: int, place: Path) -> TrainConfig:
-    """The run of one choice with one seed."""
-    fields = {f.name: getattr(choice, f.name) for f in dataclasses.fields(choice) if f.name != "align_steps"}
-    cell = config_from_dict(config_to_dict(config))
-    cell.output_dir = str(place)
-    cell.model.mhla = {**cell.model.mhla, **fields, "blocks": list(choice.blocks)}
-    cell.train.seed = seed
-    cell.train.align_steps = choice.align_steps
-    cell.train.steps = config.train.steps - choice.align_steps
+    """The run of one choice with one seed; raises `UserError` for a choice that no MHLAConfig can have."""
+    fields = {name: value for name, value in dataclasses.asdict(choice).items() if name != "align_steps"}
+    train = {"seed": seed, "align_steps": choice.align_steps, "steps": config.train.steps - choice.align_steps}
+    cell = config_from_dict(
+        config_to_dict(config),
+        {"output_dir": str(place), "model": {"mhla": {**fields, "blocks": list(choice.blocks)}}, "train": train},
+    )
+    MHLAConfig.from_dict(cell.model.mhla)
     return cell
 
 
