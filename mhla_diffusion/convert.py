@@ -56,8 +56,7 @@ def from_public(
         metadata = {**metadata, "heads": str(heads)}
     mhla = {} if blocks is None else {"blocks": tuple(blocks)}
     model = family_named(family).from_original(weights, metadata, mhla)
-    if resize_blocks is not None:
-        model.resize_blocks_(tuple(resize_blocks))
+    _resize_blocks(model, resize_blocks)
     result: Any = model if components is None else _pipeline_around(model, components)
     try:
         result.save_pretrained(output)
@@ -78,8 +77,7 @@ def to_public(family: str, source: str | Path, output: str | Path, resize_blocks
     if output.exists():
         raise UserError(f"the output {str(output)!r} exists already; choose a new file.")
     model = _load_transformer(family, Path(source))
-    if resize_blocks is not None:
-        model.resize_blocks_(tuple(resize_blocks))
+    _resize_blocks(model, resize_blocks)
     weights, metadata = family_named(family).to_original(model)
     if output.suffix != ".safetensors":
         _check_weights_say_all(family, output, weights, metadata)
@@ -167,6 +165,14 @@ def _check_weights_say_all(
         )
 
 
+def _resize_blocks(model: nn.Module, blocks: Sequence[int] | None) -> None:
+    if blocks is None:
+        return
+    if getattr(model, "mhla_config", None) is None:
+        raise UserError(f"resize_blocks={tuple(blocks)} is given, but the model has no MHLA layers; leave it out.")
+    model.resize_blocks_(tuple(blocks))
+
+
 def _pipeline_around(model: nn.Module, components: str) -> Any:
     try:
         name = str(DiffusionPipeline.load_config(components).get("_class_name"))
@@ -186,7 +192,10 @@ def _load_transformer(family: str, path: Path) -> nn.Module:
     known = family_named(family)
     if (path / "model_index.json").is_file():
         path = path / "transformer"
-    config = known.base_class.load_config(path)
+    try:
+        config = known.base_class.load_config(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the input {str(path)!r} is no transformer's folder: {' '.join(str(error).split())}") from None
     saved_class = known.saved_class(config)
     if saved_class is None:
         accepted = f"{known.base_class.__name__} and {known.model_class.__name__}"

@@ -134,7 +134,7 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
 
 def check_feature_map(name: str) -> str:
     """Return `name` if it is a known feature map, else raise a UserError that lists them."""
-    if name not in FEATURE_MAPS:
+    if not isinstance(name, str) or name not in FEATURE_MAPS:
         known = ", ".join(FEATURE_MAPS)
         raise UserError(f"feature_map={name!r} is unknown{nearest(str(name), FEATURE_MAPS)}; known: {known}.")
     return name

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import warnings
 from pathlib import Path
@@ -305,3 +306,41 @@ def test_a_pickle_that_runs_code_is_refused(tmp_path):
     torch.save({**original(), "hook": subprocess.run}, tmp_path / "dit.pt")
     with pytest.raises(UserError, match="is damaged, or holds more than tensors"):
         from_public("dit", tmp_path / "dit.pt", tmp_path / "out", heads=2)
+
+
+def test_blocks_of_a_model_without_mhla_cannot_be_resized(tmp_path):
+    torch.save(original(), tmp_path / "dit.pt")
+    small_dit().save_pretrained(tmp_path / "stock")
+    with pytest.raises(UserError, match=r"resize_blocks=\(2, 2\) is given, but the model has no MHLA layers"):
+        from_public("dit", tmp_path / "dit.pt", tmp_path / "out", resize_blocks=[2, 2], heads=2)
+    with pytest.raises(UserError, match=r"resize_blocks=\(2, 2\) is given, but the model has no MHLA layers"):
+        to_public("dit", tmp_path / "stock", tmp_path / "out.safetensors", resize_blocks=[2, 2])
+
+
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_pipeline_folder_without_a_transformer_is_refused(tmp_path, emptied):
+    folder = stock_pipeline(tmp_path / "pipeline")
+    shutil.rmtree(folder / "transformer")
+    if emptied:
+        (folder / "transformer").mkdir()
+    with pytest.raises(UserError, match="is no transformer's folder") as caught:
+        to_public("dit", folder, tmp_path / "out.safetensors")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"config": "{"}, "metadata of the weights has config='{'; a dict is expected"),
+        ({"config": "[1]"}, "a dict is expected"),
+        ({"config": '{"mhla": [1]}'}, r"metadata of the weights has mhla=\[1\]; a dict is expected"),
+        ({"config": '{"num_heads": 2}'}, "describe no MHLADiTTransformer2DModel .*num_heads"),
+        ({"config": '{"num_attention_heads": "two"}'}, "describe no MHLADiTTransformer2DModel"),
+        ({"heads": "two"}, "metadata of the weights has heads='two'; a int is expected"),
+        ({"heads": "-2"}, "heads=-2; 1 or more is accepted"),
+    ],
+)
+def test_odd_metadata_is_told_in_one_sentence(metadata, message):
+    with pytest.raises(UserError, match=message) as caught:
+        DIT.from_original(original(), metadata)
+    assert "\n" not in str(caught.value)

@@ -1,6 +1,7 @@
 """The original Wan checkpoint format, with MHLA layers and without, to diffusers and back."""
 
 import ast
+import dataclasses
 import json
 import math
 import subprocess
@@ -163,6 +164,37 @@ def test_what_the_weights_do_not_say_is_kept_in_the_files_metadata(tmp_path):
 def test_separable_mixing_is_written_as_the_full_matrix_it_stands_for():
     model, weights = published(mixing="separable")
     torch.testing.assert_close(output(WAN.from_original(weights, mhla={"blocks": (2, 2, 3)})), output(model))
+    read = WAN.from_original(*WAN.to_original(model))
+    assert read.mhla_config == dataclasses.replace(model.mhla_config, mixing="full")
+    torch.testing.assert_close(output(read), output(model))
+    assert model.mhla_config.mixing == "separable"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"config": "{"}, "metadata of the weights has config='{'; a dict is expected"),
+        ({"config": '{"layers": 2}'}, "describe no MHLAWanTransformer3DModel .*layers"),
+        ({"blocks": "(2, 2"}, r"metadata of the weights has blocks='\(2, 2'; a tuple is expected"),
+        ({"blocks": "('a', 'b')"}, "blocks=.* must be one to three positive integers"),
+        ({"options": "[3]"}, "options=.*; a dict is expected"),
+    ],
+)
+def test_odd_metadata_is_told_in_one_sentence(metadata, message):
+    weights = published()[1]
+    with pytest.raises(UserError, match=message) as caught:
+        WAN.from_original(weights, metadata)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message"),
+    [("two", "heads='two'; a int"), ("0", "heads=0; 1 or more"), ("9999", "no multiple of")],
+)
+def test_odd_numbers_of_heads_are_told_in_one_sentence(heads, message):
+    weights = WAN.to_original(stock_transformer())[0]
+    with pytest.raises(UserError, match=message):
+        WAN.from_original(weights, {"heads": heads})
 
 
 def test_attention_that_the_format_does_not_know_is_refused():

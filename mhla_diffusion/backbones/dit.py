@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..processor import MHLAConfig, MHLAProcessor
-from .family import Family, Objective
+from .family import Family, Objective, build_on_meta, read_config, read_heads
 from .model import MHLAModelMixin, first_argument
 
 
@@ -95,7 +95,8 @@ class DiTFamily(Family):
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Conv2d) and module not in kept:
                 nn.init.xavier_uniform_(module.weight.flatten(1))
-                nn.init.zeros_(module.bias)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
             elif isinstance(module, CombinedTimestepLabelEmbeddings):
                 nn.init.normal_(module.class_embedder.embedding_table.weight, std=0.02)
         for module in model.modules():
@@ -159,8 +160,7 @@ class DiTFamily(Family):
     ) -> nn.Module:
         """Weights under the names of the DiT release, with MHLA layers or without: see the end of this file."""
         config = original_config(state_dict, metadata or {}, mhla or {})
-        with torch.device("meta"):
-            model = MHLADiTTransformer2DModel(**config)
+        model = build_on_meta(MHLADiTTransformer2DModel, config)
         _load_original(model, state_dict)
         return model.eval()
 
@@ -458,9 +458,7 @@ def original_config(
     widths it comes from `metadata` ("heads"), as does everything where `to_original` wrote it ("config").
     """
     if "config" in metadata:
-        config = json.loads(metadata["config"])
-        fields = config.get("mhla")
-        return {**config, "mhla": {**fields, **mhla} if fields is not None else None}
+        return read_config(metadata, mhla)
 
     def shape(name: str, axes: int) -> tuple[int, ...]:
         if name not in weights or weights[name].ndim != axes:
@@ -472,7 +470,7 @@ def original_config(
     indices = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     sizes = [(size["num_attention_heads"], size["attention_head_dim"]) for size in DIT.presets.values()]
     published = {heads * head_dim: heads for heads, head_dim in sizes}
-    heads = int(metadata.get("heads", published.get(width, 0)))
+    heads = read_heads(metadata) or published.get(width, 0)
     if not heads or width % heads:
         raise UserError(
             f"the weights do not say how many heads their width of {width} is cut into (known for "

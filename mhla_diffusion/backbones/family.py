@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import UserError, nearest
 from ..processor import MHLAConfig
+
+CANNOT_TRAIN = "which scripts/finetune.py cannot do for this model family yet"
 
 
 class Objective(ABC):
@@ -46,6 +49,7 @@ class Family(ABC):
     linear_blocks: ClassVar[tuple[int, ...]]  # the block counts of vanilla linear attention: one block
     trained_with_softmax: ClassVar[bool]  # then a fresh retrofit makes noise until it is fine-tuned
     presets: ClassVar[dict[str, dict[str, Any]]]  # name -> arguments of the model class
+    trainable: ClassVar[bool] = True  # whether the training loop supplies the conditions that the objective takes
 
     @property
     @abstractmethod
@@ -95,9 +99,10 @@ class Family(ABC):
         """What to say when a model that had the family's own attention gets MHLA; None where nothing needs saying."""
         if not self.trained_with_softmax:
             return None
+        how = "accelerate launch scripts/finetune.py --config configs/….yaml"
         return (
             "this model was trained with softmax attention and now has MHLA layers with fresh weights: it makes noise "
-            "until it is fine-tuned (accelerate launch scripts/finetune.py --config configs/….yaml)."
+            f"until it is fine-tuned ({how if self.trainable else CANNOT_TRAIN})."
         )
 
     def adapt_pipeline(self, pipeline: Any) -> None:  # noqa: B027  (optional hook)
@@ -193,3 +198,50 @@ class Family(ABC):
     def to_original(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The inverse of `from_original`: the weights (no copy) and the metadata to save with them."""
         raise UserError(f"{self.name} has no other public checkpoint format than that of diffusers.")
+
+
+# What a file of a public format says beside its weights --------------------------------------------------------------
+
+
+def read_metadata(metadata: Mapping[str, str], name: str, read: Callable[[str], Any], kind: type) -> Any:
+    """`read` of the entry `name`, which must give a `kind`; None where there is no such entry, else `UserError`."""
+    if name not in metadata:
+        return None
+    try:
+        value = read(metadata[name])
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        value = None
+    if not isinstance(value, kind):
+        given = metadata[name][:60]
+        raise UserError(f"the metadata of the weights has {name}={given!r}; a {kind.__name__} is expected.")
+    return value
+
+
+def read_heads(metadata: Mapping[str, str]) -> int | None:
+    """The number of attention heads in the metadata, None where it is not there."""
+    heads = read_metadata(metadata, "heads", int, int)
+    if heads is not None and heads < 1:
+        raise UserError(f"the metadata of the weights has heads={heads}; 1 or more is accepted.")
+    return heads
+
+
+def read_config(metadata: Mapping[str, str], mhla: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The model's arguments as `to_original` wrote them, its MHLA fields overruled by `mhla`; None where it did not."""
+    config = read_metadata(metadata, "config", json.loads, dict)
+    if config is None or config.get("mhla") is None:
+        return config
+    if not isinstance(config["mhla"], dict):
+        raise UserError(f"the metadata of the weights has mhla={config['mhla']!r}; a dict is expected.")
+    return {**config, "mhla": {**config["mhla"], **mhla}}
+
+
+def build_on_meta(model_class: type[nn.Module], config: Mapping[str, Any]) -> nn.Module:
+    """A model without weights as a file describes it. Raises `UserError` where there is no such model."""
+    try:
+        with torch.device("meta"):
+            return model_class(**config)
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the weights describe no {model_class.__name__} that can be built: {reason}") from None

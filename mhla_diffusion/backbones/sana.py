@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..processor import MHLAConfig, MHLAProcessor
-from .family import Family, Objective
+from .family import CANNOT_TRAIN, Family, Objective
 from .flow_matching import FlowMatchingObjective, drop_captions
 from .model import MHLAModelMixin
 
@@ -29,6 +29,7 @@ class SanaFamily(Family):
     default_config = MHLAConfig(blocks=(4, 4), eps=1e-15)
     linear_blocks = (1, 1)
     trained_with_softmax = False
+    trainable = False
     presets = {
         f"SANA-{size}": {
             "num_layers": depth,
@@ -78,7 +79,8 @@ class SanaFamily(Family):
             return None  # the model computes what it computed before
         return (
             "this model's linear attention is now MHLA that starts from another function: its images differ from "
-            "before until it is fine-tuned; MHLAProcessor(locality=0) starts from exactly the model as it was."
+            f"before until it is fine-tuned ({CANNOT_TRAIN}); MHLAProcessor(locality=0) starts from exactly the model "
+            "as it was."
         )
 
     def adapt_pipeline(self, pipeline: Any) -> None:

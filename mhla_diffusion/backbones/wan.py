@@ -18,8 +18,9 @@ from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanR
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..layout import check_counts
 from ..processor import MHLAConfig, MHLAProcessor
-from .family import Family, Objective
+from .family import Family, Objective, build_on_meta, read_config, read_heads, read_metadata
 from .flow_matching import FlowMatchingObjective, drop_captions
 from .model import MHLAModelMixin
 
@@ -31,6 +32,7 @@ class WanFamily(Family):
     default_config = MHLAConfig(blocks=(3, 5, 10), normalize=False, head_norm=True, gate=True)
     linear_blocks = (1, 1, 1)
     trained_with_softmax = True
+    trainable = False
     presets = {
         "Wan2.1-1.3B": {
             "patch_size": (1, 2, 2),
@@ -143,8 +145,7 @@ class WanFamily(Family):
         """Weights under the names of the Wan2.1 release, with MHLA layers or without: see the end of this file."""
         weights = {name.removeprefix("model.diffusion_model."): value for name, value in state_dict.items()}
         config = original_config(weights, metadata or {}, mhla or {})
-        with torch.device("meta"):
-            model = MHLAWanTransformer3DModel(**config)
+        model = build_on_meta(MHLAWanTransformer3DModel, config)
         rope = model.rope
         model.rope = type(rope)(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
         _load_original(model, weights)
@@ -165,6 +166,8 @@ class WanFamily(Family):
                 value = model.blocks[index].attn1.processor.mixing.matrix().detach()[:, :, None, None]
             weights[_renamed(name, to_original=True)] = value.contiguous()
         config = {name: value for name, value in model.config.items() if not name.startswith("_")}
+        if mhla is not None:
+            config["mhla"] = {**mhla, "mixing": "full"}  # as which every mixing is written
         return weights, {"config": json.dumps(config)}
 
 
@@ -314,9 +317,7 @@ def original_config(
     `to_original` writes it, or "blocks", "heads" and "options"), else is the published value.
     """
     if "config" in metadata:
-        config = json.loads(metadata["config"])
-        fields = config.get("mhla")
-        return {**config, "mhla": {**fields, **mhla} if fields is not None else None}
+        return read_config(metadata, mhla)
 
     def shape(name: str) -> tuple[int, ...]:
         if name not in weights:
@@ -329,8 +330,9 @@ def original_config(
     if layers and f"blocks.{layers[0]}.self_attn.g_norm.weight" in weights:
         head_dim = shape(f"blocks.{layers[0]}.self_attn.g_norm.weight")[0]
     else:
-        head_dim = dim // int(metadata["heads"]) if "heads" in metadata else 128
-    if dim % head_dim:
+        heads = read_heads(metadata)
+        head_dim = 128 if heads is None else dim // heads
+    if not head_dim or dim % head_dim:
         raise UserError(f"a width of {dim} is no multiple of {head_dim}, the width of Wan's heads; give heads.")
     config = {
         "patch_size": tuple(patch_size),
@@ -367,7 +369,7 @@ def _original_mhla(
         which = "hybrid" if tuple(layers) == WAN.hybrid_layers(num_layers) else list(layers)
     fields = {
         "feature_map": "relu_eps",
-        "normalize": bool(ast.literal_eval(metadata.get("options", "{}")).get("normalize_out", False)),
+        "normalize": bool((read_metadata(metadata, "options", ast.literal_eval, dict) or {}).get("normalize_out")),
         "gate": first + "g.weight" in weights,
         "cpe": first + "lepe.weight" in weights,
         "head_norm": first + "g_norm.weight" in weights,
@@ -377,7 +379,7 @@ def _original_mhla(
     count = weights[f"blocks.{layers[0]}.{MIXING}"].shape[0]
     blocks = fields.get("blocks")
     if blocks is None and "blocks" in metadata:
-        blocks = ast.literal_eval(metadata["blocks"])
+        blocks = check_counts("blocks", read_metadata(metadata, "blocks", ast.literal_eval, tuple))
     if blocks is None:
         known = {math.prod(counts): counts for counts in (WAN.default_config.blocks, WAN.linear_blocks)}
         if count not in known:
