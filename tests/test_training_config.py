@@ -44,6 +44,7 @@ def test_overrides_go_on_top_of_the_file_and_the_file_on_top_of_the_defaults(tmp
         ("train.steps=soon", "train.steps must be of type int"),
         ("train.lr=[1]", "train.lr must be of type float"),
         ("model.mhla=3", "model.mhla must be of type dict"),
+        ("validation.labels=[a,b]", "validation.labels must be of type list[int]"),
         ("train=3", "train is 3; a section"),
         ("train.steps=0", "train.steps is 0; 1 or more is accepted"),
         ("train.lr=-1", "train.lr is -1.0; 0 or more is accepted"),

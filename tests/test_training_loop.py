@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_runs import losses, make_images, same_tensors, tiny_config
 
 from mhla_diffusion.backbones.dit import DiTObjective
@@ -319,6 +321,44 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     with pytest.raises(UserError, match=r"step-00000006/model.safetensors cannot be read") as caught:
         finetune(config, resume="latest")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("proj_out_2.weight/exp_avg"), "lacks 'proj_out_2.weight/exp_avg', which this run needs"),
+        (lambda t: t.clear(), "lacks '.*/exp_avg', which this run needs"),
+        (lambda t: t.update(other=torch.ones(1)), "has 'other', which this run has no place for"),
+        (lambda t: t.update({"proj_out_2.bias/exp_avg_sq": torch.ones(3)}), r"bias/exp_avg_sq has shape \(3,\); \("),
+        (lambda t: t.update({"proj_out_2.bias/step": torch.ones(3)}), r"bias/step has shape \(3,\); \(\) is expected"),
+    ],
+)
+def test_an_optimiser_state_that_does_not_fit_is_told(tmp_path, change, said):
+    config = tiny_config(tmp_path, train={"steps": 2}, validation={"images": 0})
+    finetune(config)
+    path = tmp_path / "run" / "checkpoints" / "step-00000002" / "optimizer.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+    with pytest.raises(UserError, match=said):
+        finetune(config, resume="latest")
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path, monkeypatch):
+    ids = []
+
+    def init(project, id, resume, **options):
+        ids.append(id)
+        return SimpleNamespace(id=id or f"id-{len(ids)}", log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Image=lambda image: image))
+    changes = {"validation": {"images": 0}, "checkpoint": {"every": 1}}
+    for steps, project in ((1, "one"), (2, "one"), (3, "other")):
+        config = tiny_config(tmp_path, train={"steps": steps}, logging={"wandb": project}, **changes)
+        finetune(config, resume="latest")
+    assert ids == [None, "id-1", None]
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["wandb"] == {"project": "other", "id": "id-3"} and len(record["starts"]) == 3
 
 
 # When it cannot go on ------------------------------------------------------------------------------------------------

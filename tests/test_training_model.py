@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from test_dit_convert import original, output, relative_error, written_out
 from wan_models import small_components as wan_components
 from wan_models import stock_transformer
 
+from mhla_diffusion import MHLAConfig, apply_mhla
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.pipelines import MHLADiTPipeline
@@ -141,3 +143,42 @@ def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path, monkeypat
         with pytest.raises(UserError, match=message) as caught:
             load_components(ModelOptions(pretrained=str(folder)))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["sana", "wan"])
+def test_a_family_whose_conditions_training_does_not_supply_is_refused(family):
+    said = f"model.family is '{family}', which scripts/finetune.py cannot train yet; dit is accepted"
+    with pytest.raises(UserError) as caught:
+        load_model(ModelOptions(family=family), 10)
+    assert str(caught.value) == said
+
+
+@pytest.mark.filterwarnings("ignore:this model was trained with softmax")
+def test_linear_attention_is_not_what_an_mhla_checkpoint_has(tmp_path):
+    linear = MHLAConfig(blocks=(1, 1), learn_mixing=False, cpe=True, eps=1e-6)
+    for name, config in {"mhla": MHLAConfig(), "one_block": MHLAConfig(blocks=(1, 1)), "linear": linear}.items():
+        apply_mhla(small_dit(), config).save_pretrained(tmp_path / name)
+    for name, mhla, changed in (
+        ("mhla", {}, r"blocks=\[1, 1\], learn_mixing=False"),
+        ("mhla", {"cpe": False}, r"blocks=\[1, 1\], learn_mixing=False"),
+        ("one_block", {}, "learn_mixing=False"),
+        ("linear", {"cpe": False}, "cpe=False"),
+    ):
+        with pytest.raises(UserError, match=f"already has MHLA attention .*, which {changed} would change"):
+            load_model(ModelOptions(pretrained=str(tmp_path / name), attention="linear", mhla=mhla), 10)
+    model = load_model(ModelOptions(pretrained=str(tmp_path / "linear"), attention="linear", mhla={"cpe": True}), 10)[1]
+    assert model.mhla_config == linear
+
+
+def test_a_model_without_attention_biases_starts_from_random_weights():
+    options = ModelOptions(preset="DiT-S/2", overrides={"attention_bias": False, "num_layers": 1})
+    model = load_model(options, 10)[1]
+    assert model.transformer_blocks[0].attn1.to_q.bias is None
+
+
+def test_a_pipeline_folder_without_its_transformer_is_refused(tmp_path):
+    folder = dit_pipeline(tmp_path / "pipe")
+    shutil.rmtree(folder / "transformer")
+    with pytest.raises(UserError, match="cannot be read") as caught:
+        load_model(ModelOptions(pretrained=str(folder)), 10)
+    assert "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import UserError
 
 TEMPORARY = ".tmp-"
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
@@ -152,8 +153,7 @@ def save_checkpoint(
 
     def finish() -> None:
         with disk_errors(folder.parent, f"checkpoint {folder} cannot be written"):
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-            (begin.path / "state.json").write_text(json.dumps({**state, "param_groups": groups}), encoding="utf-8")
+            (begin.path / "state.json").write_text(json.dumps(state), encoding="utf-8")
             writer.close()
 
     try:
@@ -183,7 +183,9 @@ def load_checkpoint(
             _copy_all(weights, named_ema(model, ema), folder / "ema.safetensors")
         ema.optimization_step = state["step"]
     with _readable(folder / "optimizer.safetensors") as tensors:
-        _load_optimizer(tensors, model, optimizer, folder / "optimizer.safetensors")
+        # Before the first step, or when gradients overflowed in all of them, the optimiser has no state yet.
+        if tensors.keys() or not (state["step"] == 0 or state.get("scaler")):
+            _load_optimizer(tensors, model, optimizer, folder / "optimizer.safetensors")
     return state
 
 
@@ -219,28 +221,37 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def _load_optimizer(tensors: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
-    parameters = dict(model.named_parameters())
-    for name in tensors.keys():  # noqa: SIM118 (a safetensors file is not a dict)
-        owner, key = name.rsplit("/", 1)
-        if owner not in parameters:
-            raise UserError(f"{path} has state of {owner!r}, which the model does not have")
-        value, like = tensors.get_tensor(name), parameters[owner].detach()
-        # Adam's step counter stays where torch keeps it; the averages live as the parameter does.
-        optimizer.state[parameters[owner]][key] = value if value.ndim == 0 else _placed_like(value, like).clone()
+    learning = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in learning}
+    _check_names(tensors, {f"{name}/{key}" for name in parameters for key in ADAM_STATE}, path)
+    for name, parameter in parameters.items():
+        for key in ADAM_STATE:
+            like = parameter.detach()
+            value = _tensor_of_shape(tensors, f"{name}/{key}", () if key == "step" else like.shape, path)
+            # Adam's step counter stays where torch keeps it; the averages live as the parameter does.
+            optimizer.state[parameter][key] = value if key == "step" else _placed_like(value, like).clone()
 
 
 def _copy_all(source: Any, targets: dict[str, torch.Tensor], path: Path) -> None:
-    found = set(source.keys())
-    if missing := sorted(targets.keys() - found):
-        raise UserError(f"{path} lacks {missing[0]!r}, which the model has ({len(missing)} missing in all)")
-    if extra := sorted(found - targets.keys()):
-        raise UserError(f"{path} has {extra[0]!r}, which the model lacks ({len(extra)} extra in all)")
+    _check_names(source, targets.keys(), path)
     with torch.no_grad():
         for name, target in targets.items():
-            value = source.get_tensor(name)
-            if value.shape != target.shape:
-                raise UserError(f"{path}: {name} has shape {tuple(value.shape)}; {tuple(target.shape)} is expected")
-            target.copy_(_placed_like(value, target))
+            target.copy_(_placed_like(_tensor_of_shape(source, name, target.shape, path), target))
+
+
+def _check_names(source: Any, expected: Collection[str], path: Path) -> None:
+    found = set(source.keys())
+    if missing := sorted(set(expected) - found):
+        raise UserError(f"{path} lacks {missing[0]!r}, which this run needs ({len(missing)} missing in all)")
+    if extra := sorted(found - set(expected)):
+        raise UserError(f"{path} has {extra[0]!r}, which this run has no place for ({len(extra)} extra in all)")
+
+
+def _tensor_of_shape(source: Any, name: str, shape: tuple[int, ...], path: Path) -> torch.Tensor:
+    value = source.get_tensor(name)
+    if tuple(value.shape) != tuple(shape):
+        raise UserError(f"{path}: {name} has shape {tuple(value.shape)}; {tuple(shape)} is expected")
+    return value
 
 
 def _placed_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

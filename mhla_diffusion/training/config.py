@@ -30,7 +30,7 @@ def option(default: Any, help: str, *, choices: Sequence[str] = (), minimum: flo
 
 @dataclass
 class ModelOptions:
-    family: str = option("dit", "backbone family, a file of mhla_diffusion/backbones")
+    family: str = option("dit", "backbone family; those that take captions cannot be trained yet")
     pretrained: str | None = option(
         None, "start: pipeline or transformer (folder, hub id), or an original release's file"
     )
@@ -89,7 +89,7 @@ class ValidationOptions:
     every: int = option(5_000, "steps between validations; 0: only the last step", minimum=0)
     images: int = option(16, "images in the grid; image i depends on train.seed and i alone; 0: no grid", minimum=0)
     labels: list[int] = option([], "classes of the grid, repeated as needed; []: all classes in turn")
-    prompts: list[str] = option([], "captions of the grid, repeated as needed, for families that take text")
+    prompts: list[str] = option([], "captions of the grid, for families that take text (which cannot be trained yet)")
     num_inference_steps: int = option(50, "denoising steps of the grid", minimum=1)
     guidance_scale: float = option(4.0, "classifier-free guidance of the grid; 1: none", minimum=0)
     loss_images: int = option(1024, "at most this many held-out images in the validation loss", minimum=1)
@@ -214,7 +214,6 @@ def _check_keys(layer: Any, kind: type, prefix: str = "") -> None:
         if key not in hints:
             hint = nearest(str(key), _names(kind))
             if not hint and not prefix:  # a key that was given without its section
-                hint = nearest(str(key), [name for name in _all_names() if name.endswith(f".{key}")]) or hint
                 owners = [name for name in _all_names() if name.endswith(f".{key}")]
                 hint = f" (did you mean {owners[0]!r}?)" if owners else hint
             raise UserError(f"unknown config key {prefix + str(key)!r}{hint}; known are {', '.join(_names(kind))}")
@@ -246,8 +245,9 @@ def _type_message(error: OmegaConfBaseException) -> str:
     kind: Any = TrainConfig
     for section in sections:
         kind = get_type_hints(kind)[section]
-    expected = str(dict(zip(_names(kind), dataclasses.fields(kind), strict=True))[name].type)
-    return f"config key {error.full_key} must be of type {expected}: {reason}"
+    name = name.partition("[")[0]  # an element of a list, as labels[0]
+    expected = next(f.type for f in dataclasses.fields(kind) if f.name == name)
+    return f"config key {error.full_key.partition('[')[0]} must be of type {expected}: {reason}"
 
 
 def _names(kind: type) -> list[str]:

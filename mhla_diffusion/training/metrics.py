@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from ..errors import UserError
 from .checkpoints import whole_tensor, write_whole
 from .config import LoggingOptions
+from .run_folder import read_record, update_record
 
 
 class MetricLog:
@@ -113,8 +115,8 @@ def peak_memory_gib(device: torch.device) -> float:
     """Peak memory of this process: on the GPU where it trains on one, else resident memory; GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return kilobytes / 2**20
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, else kilobytes
 
 
 def _truncate(path: Path, last_step: int) -> None:
@@ -130,4 +132,8 @@ def _start_wandb(project: str, folder: Path, config: dict[str, Any]) -> Any:
         raise UserError(
             "logging.wandb is set but the wandb package is missing; pip install wandb, or set it to null"
         ) from None
-    return wandb.init(project=project, dir=folder, config=config, name=folder.name, resume="allow")
+    known = read_record(folder).get("wandb", {})
+    id_ = known.get("id") if known.get("project") == project else None
+    run = wandb.init(project=project, dir=folder, config=config, name=folder.name, id=id_, resume="allow")
+    update_record(folder, wandb={"project": project, "id": run.id})
+    return run

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import logging
 from torch import nn
 
-from ..backbones import family_named
+from ..backbones import FAMILIES, family_named
 from ..backbones.family import Family
 from ..convert import read_weights
 from ..errors import UserError
@@ -29,10 +29,17 @@ def load_model(
 ) -> tuple[Family, nn.Module, dict[str, Any]]:
     """The family, the float32 transformer and the pipeline's other components (VAE, scheduler, …).
 
-    Raises `UserError` for an unknown family or preset, a checkpoint that cannot be read or is of another family, and
-    attention that the checkpoint cannot have; and, with `align_steps`, where no layer is replaced.
+    Raises `UserError` for a family or preset that is unknown or cannot be trained, a checkpoint that cannot be read or
+    is of another family, and attention that the checkpoint cannot have; and, with `align_steps`, where no layer is
+    replaced.
     """
     family = family_named(options.family)
+    if not family.trainable:
+        accepted = [name for name, known in FAMILIES.items() if known.trainable]
+        raise UserError(
+            f"model.family is {family.name!r}, which scripts/finetune.py cannot train yet; {', '.join(accepted)} "
+            f"{'is' if len(accepted) == 1 else 'are'} accepted"
+        )
     mhla = _mhla_config(options, family)
     aligned = f"train.align_steps is {align_steps}, but "
     if align_steps and mhla is None:
@@ -243,13 +250,14 @@ def _set_attention(model: nn.Module, options: ModelOptions, mhla: MHLAConfig | N
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it must be fine-tuned, which is what happens next
             return apply_mhla(model, mhla)
-    if options.mhla or options.attention == "linear":
-        wanted = {**current.to_dict(), **{key: mhla.to_dict()[key] for key in ({*options.mhla} or {"blocks"})}}
-        if wanted != current.to_dict():
-            raise UserError(
-                f"{options.pretrained!r} already has MHLA attention ({current}), which model.mhla={options.mhla} would "
-                "change; leave model.mhla empty to keep it"
-            )
+    asked, has = mhla.to_dict(), current.to_dict()
+    linear = {"blocks", "learn_mixing"} if options.attention == "linear" else set()
+    changed = [f"{key}={asked[key]!r}" for key in sorted({*options.mhla} | linear) if asked[key] != has[key]]
+    if changed:
+        raise UserError(
+            f"{options.pretrained!r} already has MHLA attention ({current}), which {', '.join(changed)} would change; "
+            "set model.attention=mhla and leave model.mhla empty to keep it"
+        )
     return model
 
 

@@ -1,7 +1,7 @@
 """The folder of a run: who may write in it, which checkpoint to go on from, and the record of how it was made.
 
 OUTPUT_DIR/config.yaml      the full config
-           run.json         package versions, git revision and command of every start
+           run.json         package versions, git revision and command of every start; the run's id at wandb
            metrics.jsonl    one line per logged step
            tensorboard/     the same as curves, and the grids
            samples/         validation grids
@@ -143,14 +143,22 @@ def lock_folder(folder: Path, key: str) -> None:
 
 
 def _record_start(folder: Path, start: Path | None) -> None:
-    path = folder / "run.json"
-    starts = []
-    if path.is_file():
-        with contextlib.suppress(ValueError):
-            starts = json.loads(path.read_text(encoding="utf-8"))["starts"]
-    starts.append({"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "from": start and str(start)})
-    starts[-1] |= environment()
-    write_whole(path, json.dumps({"starts": starts}, indent=1) + "\n")
+    this = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "from": start and str(start)}
+    update_record(folder, starts=[*read_record(folder).get("starts", []), this | environment()])
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What run.json of a run's folder holds; {} where there is none, or it is damaged."""
+    try:
+        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def update_record(folder: Path, **entries: Any) -> None:
+    """Put `entries` into run.json of a run's folder, keeping the others."""
+    write_whole(folder / "run.json", json.dumps({**read_record(folder), **entries}, indent=1) + "\n")
 
 
 def environment() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from diffusers.training_utils import EMAModel
 from PIL import Image
 from torch import nn
@@ -95,21 +96,20 @@ def validation_loss(
     for i in range(rounds):
         first = (i * accelerator.num_processes + accelerator.process_index) * batch_size
         plan.append([(0, index % total) for index in range(first, first + batch_size)])
-    sums: dict[str, torch.Tensor] = {}
+    sums: dict[str, float] = {}
     position = accelerator.process_index * batch_size
     for batch in read_batches(source, plan, seed, num_workers=0):
-        counts = torch.arange(position, position + batch_size, device=accelerator.device) < total
+        counts = torch.arange(position, position + batch_size) < total
         position += batch_size * accelerator.num_processes
         generators = [sample_generator(seed, "validation", index) for _, index in batch.keys]
         latents = batch.latents(family, components, generators, accelerator.device)
         conditions = {name: value.to(accelerator.device) for name, value in batch.conditions.items()}
         inputs = objective.prepare(accelerator.unwrap_model(model), latents, conditions, generators)
         for name, values in objective.loss(model, inputs).items():
-            part = torch.where(counts, values, 0).double().sum()
-            sums[name] = sums.get(name, 0) + part
-    names = sorted(sums)
-    totals = accelerator.reduce(torch.stack([sums[name] for name in names]), "sum").tolist()
-    return {name: value / total for name, value in zip(names, totals, strict=True)}
+            # In double precision, and therefore on the CPU: not every accelerator has it.
+            sums[name] = sums.get(name, 0.0) + values.detach().cpu()[counts].double().sum().item()
+    parts = gather_object([sums])
+    return {name: sum(part[name] for part in parts) / total for name in sorted(sums)}
 
 
 def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]:
