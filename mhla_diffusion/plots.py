@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from .errors import UserError
+from .training.metrics import read_metrics
 
 
 def read_curve(metrics: str | Path, name: str) -> tuple[list[int], list[float]]:
@@ -17,8 +17,7 @@ def read_curve(metrics: str | Path, name: str) -> tuple[list[int], list[float]]:
     path = Path(metrics)
     if not path.is_file():
         raise UserError(f"metrics={str(metrics)!r} does not exist; a run's metrics.jsonl is expected.")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    rows = [row for row in rows if name in row]
+    rows = [row for row in read_metrics(path) if name in row]
     return [row["step"] for row in rows], [row[name] for row in rows]
 
 

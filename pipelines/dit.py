@@ -85,6 +85,9 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
         classes = torch.tensor(labels + [null_class] * len(labels) if guided else labels, device=device)
         learned_variance = getattr(self.scheduler.config, "variance_type", None) in ("learned", "learned_range")
 
+        takes_generator = "generator" in inspect.signature(self.scheduler.step).parameters
+        step_kwargs = {"generator": generator} if takes_generator else {}
+
         self.scheduler.set_timesteps(num_inference_steps)
         latents = latents * self.scheduler.init_noise_sigma
         for t in self.progress_bar(self.scheduler.timesteps):
@@ -96,7 +99,6 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
                 output = self._guide(output, guidance_scale)
             if not learned_variance:
                 output = output[:, : config.in_channels]
-            step_kwargs = {"generator": generator} if self._step_takes_generator() else {}
             latents = self.scheduler.step(output, t, latents, **step_kwargs).prev_sample
 
         images = latents if output_type == "latent" else self._decode(latents, output_type)
@@ -124,9 +126,6 @@ class MHLADiTPipeline(MHLAPipelineMixin, DiTPipeline):
         conditional, unconditional = output.chunk(2)
         epsilon = torch.lerp(unconditional[:, :channels], conditional[:, :channels], guidance_scale)
         return torch.cat([epsilon, conditional[:, channels:]], dim=1)
-
-    def _step_takes_generator(self) -> bool:
-        return "generator" in inspect.signature(self.scheduler.step).parameters
 
     def _decode(self, latents: Tensor, output_type: str) -> Tensor | list:
         samples = latents

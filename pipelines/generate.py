@@ -130,9 +130,11 @@ def generate_images(
         if npz and state.is_main_process:
             write_array(out, len(conditions))
     except OSError as error:
-        raise UserError(
+        failure = UserError(
             f"writing to {str(out)!r} failed ({error.strerror or error}); the images written so far are kept"
-        ) from None
+        )
+        failure.of_one_process = True  # the other processes do not know of it, so this one has to say it
+        raise failure from None
     return GenerationReport(out, len(conditions), len(missing), seconds)
 
 

@@ -11,6 +11,7 @@ refused.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from mhla_diffusion.errors import UserError
@@ -35,12 +36,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
+    is_main = os.environ.get("RANK", "0") == "0"
     try:
         from mhla_diffusion.pipelines.generate import (
             class_conditions,
             generate_images,
             load_pipeline,
-            process_state,
         )
 
         pipeline = load_pipeline(args.pipeline, args.dtype, args.device)
@@ -55,9 +56,10 @@ def main(argv: list[str] | None = None) -> int:
             npz=args.npz,
         )
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if is_main or getattr(error, "of_one_process", False):
+            print(f"error: {error}", file=sys.stderr)
         return 2
-    if process_state().is_main_process:
+    if is_main:
         print(report)
     return 0
 

@@ -299,3 +299,21 @@ def test_half_precision_pipeline_generates(saved, tmp_path):
     pipeline = load_pipeline(saved, "bfloat16", "cpu")
     make(pipeline, tmp_path, num_images=2)
     assert json.loads((tmp_path / "generation.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_only_the_main_process_says_what_all_of_them_know(tmp_path, monkeypatch, capsys):
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("RANK", rank)
+        assert run_script("--pipeline", tmp_path / "none", "--num-images", 2, "--out", tmp_path / "out") == 2
+        assert capsys.readouterr().err.count("\n") == lines
+
+
+def test_a_process_that_cannot_write_says_so_itself(saved, tmp_path, monkeypatch, capsys):
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("mhla_diffusion.pipelines.generate._write", full)
+    monkeypatch.setenv("RANK", "1")
+    arguments = ["--pipeline", saved, "--num-images", 2, "--steps", 1, "--device", "cpu", "--out", tmp_path / "out"]
+    assert run_script(*arguments) == 2
+    assert "No space left" in capsys.readouterr().err

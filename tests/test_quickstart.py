@@ -56,7 +56,7 @@ def test_a_script_explains_its_options(script):
 
 def test_loss_curves_and_samples_become_pictures(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation/loss": 1.5}\n')
+    metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0, "validation/loss": 1.5}\n{"st')  # cut off
     assert read_curve(metrics, "validation/loss") == ([2], [1.5])
     path = plot_losses({"a": metrics, "b": metrics}, tmp_path / "plots" / "losses.png", starts={"b": 2})
     rows = {"one": [Image.new("L", (8, 8), 255)] * 3, "two": [Image.new("RGB", (8, 8), "red")] * 3}
