@@ -207,6 +207,13 @@ def test_uniform_softmax_attention_is_found_by_the_mixing(place, tmp_path):
     torch.testing.assert_close(rows, torch.full_like(rows, 1 / 4), atol=0.02, rtol=0)
 
 
+def test_the_rate_is_ten_times_that_of_fine_tuning_unless_it_is_given(place, tmp_path):
+    finetune(aligned_config(place, tmp_path / "given"))
+    finetune(aligned_config(place, tmp_path / "not", train={"align_lr": None, "lr": 2e-3}))
+    assert align_rows(tmp_path / "given")[0]["align/lr"] == pytest.approx(1e-2)
+    assert align_rows(tmp_path / "not")[0]["align/lr"] == pytest.approx(2e-2)
+
+
 def test_the_rate_rises_over_a_tenth_of_the_steps_and_falls_to_almost_nothing():
     rates = [rate_factor(step, 100) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])

@@ -68,8 +68,10 @@ def align_layers(
             parameter.requires_grad_(id(parameter) in learned)
     teachers = {name: teacher_of(attn, family) for name, attn in layers.items()}
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # A layer by itself takes larger steps than a model does.
+    highest_rate = 10 * options.lr if options.align_lr is None else options.align_lr
     adam = torch.optim.AdamW(
-        parameter_groups(model, dataclasses.replace(options, lr=options.align_lr, weight_decay=0.0)),
+        parameter_groups(model, dataclasses.replace(options, lr=highest_rate, weight_decay=0.0)),
         betas=(options.beta1, options.beta2),
     )
     learning_rates = [group["lr"] for group in adam.param_groups]
@@ -168,7 +170,7 @@ def align_layers(
             if step == last or step % config.logging.every == 0:
                 seen = {name: sum(row[name] for row in window) / len(window) for name in window[0]}
                 seen["align/loss"] = sum(seen[f"align/{name}"] for name in layers) / len(layers)
-                seen["align/lr"] = options.align_lr * factor
+                seen["align/lr"] = highest_rate * factor
                 seen["align/steps_per_second"] = (step - clock[0]) / (time.perf_counter() - clock[1])
                 seen["align/memory_gib"] = peak_memory_gib(accelerator.device)
                 window, clock = [], (step, time.perf_counter())

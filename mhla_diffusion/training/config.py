@@ -68,7 +68,7 @@ class TrainOptions:
     label_dropout: float = option(0.1, "share of samples that lose their condition, for guidance", minimum=0)
     objective: dict[str, Any] = option({}, "further options of the family's training objective")
     align_steps: int = option(0, "steps that first fit each new layer to the one that it replaces; 0: none", minimum=0)
-    align_lr: float = option(1e-3, "AdamW learning rate of these steps, which falls to 0", minimum=0)
+    align_lr: float | None = option(None, "AdamW learning rate of these steps; null: ten times train.lr", minimum=0)
     trainable: str = option("all", "which weights learn", choices=("all", "attention", "mhla"))
     mixed_precision: str = option("no", "arithmetic; the weights stay float32", choices=("no", "bf16", "fp16"))
     tf32: bool = option(True, "allow TF32 matrix products on GPUs that have them")
