@@ -16,6 +16,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .attention import linear_attention, mhla_attention
+from .devices import usable_device
 from .layout import BlockLayout
 from .mixing import BlockMixing
 
@@ -53,6 +54,7 @@ def time_operators(
         backward: time forward and backward together.
         mixing: "full" or "separable".
     """
+    device = str(usable_device(device))
     layout = BlockLayout(grid, blocks)
     weights = BlockMixing(blocks, mixing).to(device)
     shape = (batch, layout.num_tokens, heads, head_dim)

@@ -1,9 +1,11 @@
-"""The one exception that scripts turn into a single line for the user."""
+"""The one exception that scripts turn into a single line for the user, and what helps to raise it."""
 
 from __future__ import annotations
 
 import difflib
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class UserError(ValueError):
@@ -14,3 +16,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the closest of `known`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def check_writable(name: str, path: str | Path) -> None:
+    """Raise a UserError unless a file can be written at `path` (its folder is made): asked before work is done."""
+    folder = Path(path).absolute().parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(f"{name}={str(path)!r} cannot be written ({error.strerror})") from None

@@ -12,6 +12,7 @@ from .errors import UserError
 from .layout import check_counts
 
 MIXING_KINDS = ("full", "separable")
+LARGEST_MATRIX = 4096  # a side beyond this is a slip: 16 million weights per layer already
 
 
 class BlockMixing(nn.Module):
@@ -41,6 +42,12 @@ class BlockMixing(nn.Module):
         self.blocks = check_counts("blocks", blocks)
         self.kind = check_mixing_kind(kind)
         axes = [self.blocks] if kind == "full" else [(n,) for n in self.blocks]
+        side = max(math.prod(axis) for axis in axes)
+        if side > LARGEST_MATRIX:
+            raise UserError(
+                f"blocks={self.blocks} with mixing={kind!r} makes a {side}×{side} matrix in every layer; at most "
+                f"{LARGEST_MATRIX}×{LARGEST_MATRIX} is accepted, and mixing='separable' needs one matrix per axis only."
+            )
         start = [initial_mixing(axis, locality, normalize) for axis in axes]
         self.weights = _Weights(nn.Parameter(m, requires_grad=learn) for m in start)
 

@@ -31,6 +31,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
+from ..devices import usable_device
 from ..errors import UserError
 from ..training.data import sample_generator
 
@@ -156,7 +157,7 @@ def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None =
     Raises:
         UserError: there is no pipeline at `path`.
     """
-    path = str(path)
+    path, place = str(path), usable_device(device) if device else process_state().device
     if Path(path).exists() and not (Path(path) / "model_index.json").is_file():
         raise UserError(f"{path!r} is not a saved pipeline: it holds no model_index.json")
     if not Path(path).exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
@@ -168,7 +169,7 @@ def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None =
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"the pipeline {path!r} could not be loaded: {reason}") from None
-    return pipeline.to(device or process_state().device)
+    return pipeline.to(place)
 
 
 def class_conditions(

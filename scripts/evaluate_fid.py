@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from mhla_diffusion.errors import UserError
+from mhla_diffusion.errors import UserError, check_writable
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -39,6 +39,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         from mhla_diffusion.evaluation import evaluate_images, format_table
 
+        if args.json:
+            check_writable("--json", args.json)
         result = evaluate_images(
             args.generated,
             args.reference,

@@ -79,8 +79,9 @@ def quickstart(out: Path, num_images: int, overrides: list[str]) -> str:
     curves = {"softmax": teacher.output_dir / "metrics.jsonl", "MHLA": student.output_dir / "metrics.jsonl"}
     grid = plot_samples(pictures, [str(digit) for digit in range(10)], out / "samples.png")
     curve = plot_losses(curves, out / "losses.png", starts={"MHLA": teacher.step})
+    note = "64 tokens are few: softmax is the faster one here; compare at your size with scripts/benchmark.py operator"
     paths = [f"sample grid:    {grid}", f"loss curves:    {curve}", f"saved pipeline: {student.pipeline}"]
-    return "\n".join([*table, "", *paths])
+    return "\n".join([*table, note, "", *paths])
 
 
 def clear(out: Path) -> None:

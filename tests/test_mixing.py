@@ -192,3 +192,9 @@ def test_wrong_block_counts_are_refused():
         BlockMixing((2, 0))
     with pytest.raises(UserError, match=r"^blocks=\(2, 2, 2\) must have as many axes as this mixing's blocks=\(2, 2\)"):
         BlockMixing((2, 2)).resized((2, 2, 2))
+
+
+def test_a_matrix_of_absurd_size_is_refused_before_it_is_made():
+    with pytest.raises(UserError, match=r"blocks=\(100, 100\).*10000×10000.*separable"):
+        BlockMixing((100, 100))
+    assert BlockMixing((100, 100), "separable").weights[0].shape == (100, 100)

@@ -408,3 +408,23 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_stays(tmp_path
     finetune(tiny_config(tmp_path), resume="latest")
     finetune(tiny_config(tmp_path, "whole"))
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_an_image_that_breaks_costs_no_step_and_can_be_removed(tmp_path):
+    steps = {"train": {"steps": 12}, "checkpoint": {"every": 0}}
+    config = tiny_config(tmp_path, **steps)
+    broken = sorted((tmp_path / "images").rglob("*.png"))[11]
+    broken.write_bytes(b"no image any more")
+    with pytest.raises(UserError, match=rf"{broken.name} cannot be read"):
+        finetune(config)
+    (kept,) = checkpoints(tmp_path / "run" / "checkpoints")
+    assert 0 < int(kept.name.removeprefix("step-")) < 12
+    broken.unlink()
+    with pytest.raises(UserError, match="has other images.*--allow-config-change"):
+        finetune(config, resume="latest")
+    assert finetune(config, resume="latest", allow_config_change=True).step == 12
+
+
+def test_resuming_where_nothing_is_says_so(tmp_path, capsys):
+    finetune(tiny_config(tmp_path, train={"steps": 1}), resume="latest")
+    assert "has no checkpoint yet: starting at step 0" in capsys.readouterr().out

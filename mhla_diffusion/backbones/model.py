@@ -99,7 +99,16 @@ class MHLAModelMixin:
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """As diffusers' `from_pretrained`, but MHLA weights that are missing or unknown are an error."""
         wants_info = kwargs.pop("output_loading_info", False)
-        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, UserError) or PROCESSOR_KEY not in str(error):
+                raise
+            # diffusers would advise to ignore the sizes, which replaces trained MHLA weights by fresh ones.
+            raise UserError(
+                f"the MHLA weights at {pretrained_model_name_or_path} are of other sizes than its config.json says "
+                "(blocks, mixing or feature_map); restore the config that was saved with them."
+            ) from error
         missing = [key for key in info["missing_keys"] if PROCESSOR_KEY in key]
         unexpected = [key for key in info["unexpected_keys"] if PROCESSOR_KEY in key]
         if missing:

@@ -15,6 +15,7 @@ from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3, FeatureExtractorInceptionV3
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 
+from ..devices import usable_device
 from ..errors import UserError, nearest
 from . import digits  # noqa: F401  registers "digits" with torch-fidelity
 
@@ -90,6 +91,7 @@ def load_feature_network(
     Raises:
         UserError: an unknown name; a weight file that is missing or does not fit; a download that failed.
     """
+    place = usable_device(device)
     name = ALIASES.get(features, features)
     if name not in FEATURE_EXTRACTORS_REGISTRY:
         known = sorted({*ALIASES, *FEATURE_EXTRACTORS_REGISTRY})
@@ -120,7 +122,7 @@ def load_feature_network(
             raise
         first = str(error).strip().splitlines()[0]
         raise UserError(f"the weight file {str(weights)!r} does not fit {name!r} ({first})") from None
-    return FeatureNetwork(extractor, layers, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return FeatureNetwork(extractor, layers, place)
 
 
 def _safe_weights(path: str | Path) -> io.BytesIO:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD, isc_features_to_metric
 from tqdm import tqdm
 
-from ..errors import UserError, nearest
+from ..errors import UserError, check_writable, nearest
 from .features import FeatureNetwork, load_feature_network
 from .images import ImageSet, npz_keys, read_labels
 from .statistics import (
@@ -257,6 +257,8 @@ def evaluate_images(
     reference_images = _reference_images(reference)
     if save_statistics is not None and Path(save_statistics).suffix != ".npz":
         raise UserError(f"save_statistics={str(save_statistics)!r} must end in .npz")
+    if save_statistics is not None:
+        check_writable("save_statistics", save_statistics)
     labels = read_labels(generated) if Path(generated).is_dir() else {}
     network = features
     if not isinstance(features, FeatureNetwork):

@@ -71,7 +71,7 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     Args:
         resume: None to start, "latest" to go on from the newest checkpoint of `config.output_dir` (or to start when it
             has none), or the folder of a checkpoint.
-        allow_config_change: go on with a config that differs from the one that the run was started with.
+        allow_config_change: go on with a config or images that differ from those that the run was started with.
 
     Raises:
         UserError: one sentence on what cannot be done as asked, before work is lost.
@@ -139,14 +139,16 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     if checkpoint is not None:
         state = load_checkpoint(checkpoint, model, adam, ema)
         first_step, window = state["step"], state["window"]
-        if state["data"] != source.fingerprint:
+        if state["data"] != source.fingerprint and not allow_config_change:
             raise UserError(
                 f"data.train {config.data.train} has other images ({source.fingerprint}) than the run was started with "
-                f"({state['data']}); restore them, or choose a new output_dir"
+                f"({state['data']}); restore them, choose a new output_dir, or add --allow-config-change"
             )
         if accelerator.scaler is not None and state["scaler"]:
             accelerator.scaler.load_state_dict(state["scaler"])
         say(f"going on from {checkpoint}")
+    elif resume is not None:
+        say(f"{folder} has no checkpoint yet: starting at step 0")
     if first_step > options.steps:
         raise UserError(f"train.steps is {options.steps}, but the run is already at step {first_step}")
 
@@ -231,7 +233,12 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
             torch.manual_seed(sample_generator(options.seed, "step", step, accelerator.process_index).initial_seed())
             sums: dict[str, torch.Tensor] = {}
             for part in range(options.gradient_accumulation):
-                batch = next(batches)
+                try:
+                    batch = next(batches)
+                except UserError:  # an image that cannot be read; several processes could not save together now
+                    if accelerator.num_processes == 1 and step - 1 > first_step:
+                        save(step - 1)
+                    raise
                 generators = batch.generators(options.seed)
                 conditions = {name: value.to(accelerator.device) for name, value in batch.conditions.items()}
                 latents = batch.latents(family, components, generators, accelerator.device)
