@@ -65,7 +65,7 @@ def compare_retrofits(
     if not config.model.pretrained or not config.data.validation or not config.validation.every:
         raise UserError("model.pretrained, data.validation and validation.every must be set to compare retrofits")
     cells = []
-    for choice, seed in itertools.product(choices, seeds):
+    for seed, choice in itertools.product(seeds, choices):  # what is there early compares all choices
         if choice.align_steps >= config.train.steps:
             raise UserError(
                 f"align_steps is {choice.align_steps}, which leaves nothing of train.steps={config.train.steps} to "
