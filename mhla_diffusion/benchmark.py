@@ -58,8 +58,8 @@ def time_operators(
     layout = BlockLayout(grid, blocks)
     weights = BlockMixing(blocks, mixing).to(device)
     shape = (batch, layout.num_tokens, heads, head_dim)
-    # Inside a model larger tensors have come and gone, after which the C library's allocator keeps freed memory; without
-    # this, what is timed for the first few megabytes is mostly page faults.
+    # Inside a model larger tensors have come and gone, after which the C library's allocator keeps freed memory;
+    # without this, what is timed for the first few megabytes is mostly page faults.
     torch.ones(8 * 2**20 - 1024)
     inputs = [torch.randn(shape, dtype=dtype, device=device, requires_grad=backward) for _ in range(3)]
 
