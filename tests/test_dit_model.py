@@ -169,7 +169,7 @@ def test_missing_and_unknown_mhla_weights_are_errors(tmp_path, low_cpu_mem_usage
     ):
         load()
     config_file.write_text(json.dumps({**config, "mhla": {**config["mhla"], "blocks": [2, 2]}}))
-    with pytest.raises((ValueError, RuntimeError), match="mixing.weights.0"):
+    with pytest.raises(UserError, match="of other sizes than its config.json says"):
         load()
     config_file.write_text(json.dumps({**config, "mhla": {**config["mhla"], "block": [2, 2]}}))
     with pytest.raises(UserError, match="no field 'block' .did you mean 'blocks'"):
@@ -468,13 +468,3 @@ def test_images_are_encoded_as_the_autoencoder_scales_them():
     assert relative_error(latents, expected) < 1e-5
     assert DIT.encode({"vae": None}, images, generators) is images
     assert isinstance(vae, AutoencoderKL)
-
-
-@pytest.mark.parametrize("low_cpu_mem_usage", [True, False])
-def test_weights_of_other_blocks_than_the_config_says_are_refused(tmp_path, low_cpu_mem_usage):
-    MHLADiTTransformer2DModel.from_base(small_dit(), MHLAConfig(blocks=(2, 2))).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["mhla"]["blocks"] = [4, 4]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="of other sizes than its config.json says"):
-        MHLADiTTransformer2DModel.from_pretrained(tmp_path, low_cpu_mem_usage=low_cpu_mem_usage)

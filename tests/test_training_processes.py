@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -9,6 +10,7 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -17,7 +19,7 @@ from diffusers import DiffusionPipeline
 from training_runs import losses, same_tensors, start_script, tiny_config
 
 from mhla_diffusion.errors import UserError
-from mhla_diffusion.training import config_to_yaml, finetune
+from mhla_diffusion.training import TrainConfig, config_to_yaml, finetune
 from mhla_diffusion.training.checkpoints import checkpoints, read_state, sweep
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -35,38 +37,45 @@ def train_in_child(config, log: Path) -> None:
     finetune(config, resume="latest")
 
 
-def kill_at_random(config, log: Path, random_number: random.Random, kills: int) -> int:
-    """Start the run `kills` times and kill it after a random time; how many of the kills hit a living process."""
-    hit, longest = 0, 2.0
-    for _ in range(kills):
+def kill_at_random(configs: Iterator[TrainConfig], log: Path, random_number: random.Random, kills: int) -> list[Path]:
+    """Start runs and kill living ones `kills` times after random times; a run that ends is followed by the next.
+
+    Returns the folders of all runs, the last one unfinished.
+    """
+    config, hit, longest = next(configs), 0, 2.0
+    folders = [Path(config.output_dir)]
+    while hit < kills:
         child = FORKS.Process(target=train_in_child, args=(config, log))
         child.start()
         child.join(timeout=random_number.uniform(0, longest))
         if child.is_alive():
             os.kill(child.pid, signal.SIGKILL)
-            hit += 1
         child.join()
         assert child.exitcode in (0, -signal.SIGKILL), log.read_text()[-2000:]
-        longest = min(6.0, longest * 1.3) if child.exitcode else max(1.0, longest * 0.7)
-        for checkpoint in checkpoints(Path(config.output_dir) / "checkpoints"):
+        for checkpoint in checkpoints(folders[-1] / "checkpoints"):
             assert sorted(p.name for p in checkpoint.iterdir()) == [
                 "ema.safetensors", "model.safetensors", "optimizer.safetensors", "state.json",
             ]  # fmt: skip
-    return hit
+        if child.exitcode:
+            hit, longest = hit + 1, min(6.0, longest * 1.3)
+        else:
+            config, longest = next(configs), max(1.0, longest * 0.7)
+            folders.append(Path(config.output_dir))
+    return folders
 
 
-def test_fifty_kills_at_random_moments_leave_a_run_that_ends_as_if_nothing_had_happened(tmp_path):
+def test_fifty_kills_at_random_moments_leave_runs_that_end_as_if_nothing_had_happened(tmp_path):
     changes = {"train": {"steps": 40}, "checkpoint": {"every": 1, "keep_last": 2}, "validation": {"every": 10}}
-    config = tiny_config(tmp_path, "killed", **changes)
-    hit = kill_at_random(config, tmp_path / "log", random.Random(0), kills=50)
-    assert hit >= 20
-    finetune(config, resume="latest")
+    configs = (tiny_config(tmp_path, f"killed-{number}", **changes) for number in itertools.count())
+    folders = kill_at_random(configs, tmp_path / "log", random.Random(0), kills=50)
+    finetune(tiny_config(tmp_path, folders[-1].name, **changes), resume="latest")
     finetune(tiny_config(tmp_path, "whole", **changes))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
-    for file in ("checkpoints/step-00000040/model.safetensors", "checkpoints/step-00000040/optimizer.safetensors",
-                 "pipeline/transformer/diffusion_pytorch_model.safetensors"):  # fmt: skip
-        assert same_tensors(tmp_path / "killed" / file, tmp_path / "whole" / file)
-    assert DiffusionPipeline.from_pretrained(tmp_path / "killed" / "pipeline")(class_labels=[1], num_inference_steps=1)
+    for folder in folders:
+        assert losses(folder) == losses(tmp_path / "whole")
+        for file in ("checkpoints/step-00000040/model.safetensors", "checkpoints/step-00000040/optimizer.safetensors",
+                     "pipeline/transformer/diffusion_pytorch_model.safetensors"):  # fmt: skip
+            assert same_tensors(folder / file, tmp_path / "whole" / file)
+    assert DiffusionPipeline.from_pretrained(folders[0] / "pipeline")(class_labels=[1], num_inference_steps=1)
 
 
 def test_a_replacement_that_was_cut_between_its_two_renames_is_undone(tmp_path):
