@@ -49,6 +49,15 @@ class DataOptions:
     channels: int = option(3, "3: colour, 1: greyscale", minimum=1)
     flip: bool = option(True, "mirror half of the training images, chosen anew each epoch")
     num_workers: int = option(4, "image readers per training process; no result depends on it", minimum=0)
+    buckets: Any = option(
+        None, "shapes instead of the square: 'sana' (its published aspect ratios at data.size), or [[height, width], …]"
+    )
+    streaming: bool = option(False, "read a Hugging Face dataset in order from its files, without a copy on disk")
+    instruction: list[str] | None = option(None, "lines before each caption; null: as the family's pipeline does it")
+    max_tokens: int | None = option(None, "tokens kept of a caption; null: as the family's pipeline does it", minimum=1)
+    num_frames: int = option(1, "frames of a clip, 4k + 1; 1: images", minimum=1)
+    fps: float = option(16.0, "frames per second that videos are read at")
+    short_clips: str = option("skip", "videos shorter than a clip", choices=("skip", "loop", "hold"))
 
 
 @dataclass
@@ -70,6 +79,9 @@ class TrainOptions:
     align_steps: int = option(0, "steps that first fit each new layer to the one that it replaces; 0: none", minimum=0)
     align_lr: float | None = option(None, "AdamW learning rate of these steps; null: ten times train.lr", minimum=0)
     trainable: str = option("all", "which weights learn", choices=("all", "attention", "mhla"))
+    lora_rank: int = option(0, "rank of LoRA adapters on the weights that would not learn otherwise; 0: none", minimum=0)
+    optimizer: str = option("adamw", "adamw8bit needs the bitsandbytes package", choices=("adamw", "adamw8bit"))
+    ema_device: str = option("model", "where the moving average is kept", choices=("model", "cpu"))
     mixed_precision: str = option("no", "arithmetic; the weights stay float32", choices=("no", "bf16", "fp16"))
     tf32: bool = option(True, "allow TF32 matrix products on GPUs that have them")
     gradient_checkpointing: bool = option(False, "recompute activations: less memory, about 30 % slower")
