@@ -79,7 +79,7 @@ class TrainOptions:
     align_steps: int = option(0, "steps that first fit each new layer to the one that it replaces; 0: none", minimum=0)
     align_lr: float | None = option(None, "AdamW learning rate of these steps; null: ten times train.lr", minimum=0)
     trainable: str = option("all", "which weights learn", choices=("all", "attention", "mhla"))
-    lora_rank: int = option(0, "rank of LoRA adapters on the weights that would not learn otherwise; 0: none", minimum=0)
+    lora_rank: int = option(0, "rank of LoRA adapters on weights that would not learn; 0: none", minimum=0)
     optimizer: str = option("adamw", "adamw8bit needs the bitsandbytes package", choices=("adamw", "adamw8bit"))
     ema_device: str = option("model", "where the moving average is kept", choices=("model", "cpu"))
     mixed_precision: str = option("no", "arithmetic; the weights stay float32", choices=("no", "bf16", "fp16"))
