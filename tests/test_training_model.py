@@ -145,14 +145,6 @@ def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path, monkeypat
         assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("family", ["sana", "wan"])
-def test_a_family_whose_conditions_training_does_not_supply_is_refused(family):
-    said = f"model.family is '{family}', which scripts/finetune.py cannot train yet; dit is accepted"
-    with pytest.raises(UserError) as caught:
-        load_model(ModelOptions(family=family), 10)
-    assert str(caught.value) == said
-
-
 @pytest.mark.filterwarnings("ignore:this model was trained with softmax")
 def test_linear_attention_is_not_what_an_mhla_checkpoint_has(tmp_path):
     linear = MHLAConfig(blocks=(1, 1), learn_mixing=False, cpe=True, eps=1e-6)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ..errors import UserError, nearest
 from ..processor import MHLAConfig
 
-CANNOT_TRAIN = "which scripts/finetune.py cannot do for this model family yet"
-
 
 class Objective(ABC):
     """A family's training objective, in two halves so that all randomness sits in the first."""
@@ -49,7 +47,8 @@ class Family(ABC):
     linear_blocks: ClassVar[tuple[int, ...]]  # the block counts of vanilla linear attention: one block
     trained_with_softmax: ClassVar[bool]  # then a fresh retrofit makes noise until it is fine-tuned
     presets: ClassVar[dict[str, dict[str, Any]]]  # name -> arguments of the model class
-    trainable: ClassVar[bool] = True  # whether the training loop supplies the conditions that the objective takes
+    takes_text: ClassVar[bool] = False  # conditions are captions; otherwise class labels
+    text_components: ClassVar[tuple[str, ...]] = ()  # those of the pipeline that `encode_prompts` uses
 
     @property
     @abstractmethod
@@ -99,10 +98,9 @@ class Family(ABC):
         """What to say when a model that had the family's own attention gets MHLA; None where nothing needs saying."""
         if not self.trained_with_softmax:
             return None
-        how = "accelerate launch scripts/finetune.py --config configs/….yaml"
         return (
             "this model was trained with softmax attention and now has MHLA layers with fresh weights: it makes noise "
-            f"until it is fine-tuned ({how if self.trainable else CANNOT_TRAIN})."
+            "until it is fine-tuned (accelerate launch scripts/finetune.py --config configs/….yaml)."
         )
 
     def adapt_pipeline(self, pipeline: Any) -> None:  # noqa: B027  (optional hook)
@@ -151,10 +149,10 @@ class Family(ABC):
 
     @abstractmethod
     def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
-        """What the VAE says of images (B, C, H, W) in [-1, 1], before anything is drawn; B rows each.
+        """What the VAE says of images (B, C, H, W) or videos (B, C, T, H, W) in [-1, 1], before anything is drawn.
 
-        "mean" is the scaled latents' mean and "std", where latents are drawn around it, their standard deviation.
-        Without a VAE "mean" is the images themselves.
+        B rows each: "mean" is the scaled latents' mean and "std", where latents are drawn around it, their standard
+        deviation. Without a VAE "mean" is the images themselves.
         """
 
     def draw_latents(self, posterior: Mapping[str, Tensor], generators: Sequence[torch.Generator]) -> Tensor:
@@ -166,16 +164,41 @@ class Family(ABC):
         return mean + posterior["std"] * noise.to(mean)
 
     def encode(self, components: Mapping[str, Any], images: Tensor, generators: Sequence[torch.Generator]) -> Tensor:
-        """Images (B, C, H, W) in [-1, 1] to scaled latents; the images themselves for a model without a VAE."""
+        """Images or videos, as `posterior` takes them, to scaled latents; without a VAE they are returned as given."""
         return self.draw_latents(self.posterior(components, images), generators)
 
-    def encode_prompts(self, components: Mapping[str, Any], prompts: Sequence[str]) -> dict[str, Tensor]:
-        """Captions to the conditions that the objective takes, one row each; {} for a family without text."""
+    def encode_prompts(
+        self,
+        components: Mapping[str, Any],
+        prompts: Sequence[str],
+        instruction: Sequence[str] | None = None,
+        max_sequence_length: int | None = None,
+    ) -> dict[str, Tensor]:
+        """Captions to the conditions that the objective takes, one row each; {} for a family without text.
+
+        Args:
+            components: with `text_components`; the result is on the encoder's device and in its dtype.
+            prompts: B captions.
+            instruction: lines put before each caption; None for what the pipeline puts there, () for none.
+            max_sequence_length: tokens kept of a caption; None for as many as the pipeline keeps.
+        """
         return {}
 
-    def null_conditions(self, components: Mapping[str, Any]) -> dict[str, Tensor]:
+    def null_conditions(
+        self, components: Mapping[str, Any], max_sequence_length: int | None = None
+    ) -> dict[str, Tensor]:
         """Conditions with one row for all samples: what a dropped caption becomes; {} for a family without text."""
         return {}
+
+    def too_long(
+        self,
+        components: Mapping[str, Any],
+        prompts: Sequence[str],
+        instruction: Sequence[str] | None = None,
+        max_sequence_length: int | None = None,
+    ) -> list[bool]:
+        """Of which captions `encode_prompts` with the same arguments leaves out the end."""
+        return [False] * len(prompts)
 
     def from_original(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..processor import MHLAConfig, MHLAProcessor
-from .family import CANNOT_TRAIN, Family, Objective
+from .family import Family, Objective
 from .flow_matching import FlowMatchingObjective, drop_captions
 from .model import MHLAModelMixin
 
@@ -29,7 +29,8 @@ class SanaFamily(Family):
     default_config = MHLAConfig(blocks=(4, 4), eps=1e-15)
     linear_blocks = (1, 1)
     trained_with_softmax = False
-    trainable = False
+    takes_text = True
+    text_components = ("tokenizer", "text_encoder")
     presets = {
         f"SANA-{size}": {
             "num_layers": depth,
@@ -79,8 +80,8 @@ class SanaFamily(Family):
             return None  # the model computes what it computed before
         return (
             "this model's linear attention is now MHLA that starts from another function: its images differ from "
-            f"before until it is fine-tuned ({CANNOT_TRAIN}); MHLAProcessor(locality=0) starts from exactly the model "
-            "as it was."
+            "before until it is fine-tuned (accelerate launch scripts/finetune.py --config configs/….yaml); "
+            "MHLAProcessor(locality=0) starts from exactly the model as it was."
         )
 
     def adapt_pipeline(self, pipeline: Any) -> None:
@@ -121,7 +122,7 @@ class SanaFamily(Family):
         components: Mapping[str, Any],
         prompts: Sequence[str],
         instruction: Sequence[str] | None = None,
-        max_sequence_length: int = 300,
+        max_sequence_length: int | None = None,
     ) -> dict[str, Tensor]:
         """As SanaPipeline encodes a prompt, with its instruction ("complex human instruction") before it.
 
@@ -129,31 +130,47 @@ class SanaFamily(Family):
             components: "tokenizer" and "text_encoder".
             prompts: B captions.
             instruction: lines put before each caption; None for the pipeline's own, () for none.
-            max_sequence_length: L, tokens kept per caption.
+            max_sequence_length: L, tokens kept per caption; None for the pipeline's 300.
 
         Returns:
             "prompt_embeds" (B, L, C) in the encoder's dtype and "prompt_mask" (B, L) int64, on the encoder's device.
         """
-        if instruction is None:
-            instruction = complex_human_instruction()
+        instruction = complex_human_instruction() if instruction is None else instruction
         encoder = SanaPipeline(components["tokenizer"], components["text_encoder"], None, None, None)
         with torch.no_grad():
             embeds, mask, _, _ = encoder.encode_prompt(
                 list(prompts),
                 do_classifier_free_guidance=False,
                 device=components["text_encoder"].device,
-                max_sequence_length=max_sequence_length,
+                max_sequence_length=max_sequence_length or MAX_TOKENS,
                 complex_human_instruction=list(instruction),
             )
         return {"prompt_embeds": embeds, "prompt_mask": mask}
 
-    def null_conditions(self, components: Mapping[str, Any], max_sequence_length: int = 300) -> dict[str, Tensor]:
+    def too_long(
+        self,
+        components: Mapping[str, Any],
+        prompts: Sequence[str],
+        instruction: Sequence[str] | None = None,
+        max_sequence_length: int | None = None,
+    ) -> list[bool]:
+        before = "\n".join(complex_human_instruction() if instruction is None else instruction)
+        limit = max_sequence_length or MAX_TOKENS
+        if before:  # the instruction has room of its own, of which the pipeline takes two tokens
+            limit += len(components["tokenizer"].encode(before)) - 2
+        texts = [before + prompt.lower().strip() for prompt in prompts]
+        return [len(tokens) > limit for tokens in components["tokenizer"](texts).input_ids]
+
+    def null_conditions(
+        self, components: Mapping[str, Any], max_sequence_length: int | None = None
+    ) -> dict[str, Tensor]:
         """The embedding of the empty negative prompt: "null_embeds" (1, L, C) and "null_mask" (1, L)."""
         null = self.encode_prompts(components, [""], (), max_sequence_length)
         return {"null_embeds": null["prompt_embeds"], "null_mask": null["prompt_mask"]}
 
 
 SANA = SanaFamily()
+MAX_TOKENS = 300  # that SanaPipeline keeps of a prompt
 
 
 def complex_human_instruction() -> list[str]:

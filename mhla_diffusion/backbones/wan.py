@@ -15,6 +15,7 @@ from diffusers.configuration_utils import register_to_config
 # Loading a saved pipeline, diffusers looks for ModelMixin in the module that defines the model class.
 from diffusers.models.modeling_utils import ModelMixin  # noqa: F401
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor, WanRotaryPosEmbed
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from ..errors import UserError
@@ -32,7 +33,8 @@ class WanFamily(Family):
     default_config = MHLAConfig(blocks=(3, 5, 10), normalize=False, head_norm=True, gate=True)
     linear_blocks = (1, 1, 1)
     trained_with_softmax = True
-    trainable = False
+    takes_text = True
+    text_components = ("tokenizer", "text_encoder")
     presets = {
         "Wan2.1-1.3B": {
             "patch_size": (1, 2, 2),
@@ -116,25 +118,45 @@ class WanFamily(Family):
         return {"mean": (latents - mean) / std}
 
     def encode_prompts(
-        self, components: Mapping[str, Any], prompts: Sequence[str], max_sequence_length: int = 512
+        self,
+        components: Mapping[str, Any],
+        prompts: Sequence[str],
+        instruction: Sequence[str] | None = None,
+        max_sequence_length: int | None = None,
     ) -> dict[str, Tensor]:
         """As WanPipeline encodes a prompt: {"prompt_embeds": (B, L, C)}, zeros after each caption's end.
 
-        In the dtype and on the device of `components["text_encoder"]`; L is `max_sequence_length`.
+        In the dtype and on the device of `components["text_encoder"]`; L is `max_sequence_length`, 512 if None. The
+        lines of `instruction` come before each caption; the pipeline itself puts none there.
         """
         encoder = WanPipeline(components["tokenizer"], components["text_encoder"], None, None)
         with torch.no_grad():
             embeds, _ = encoder.encode_prompt(
-                list(prompts),
+                _instructed(prompts, instruction),
                 do_classifier_free_guidance=False,
-                max_sequence_length=max_sequence_length,
+                max_sequence_length=max_sequence_length or MAX_TOKENS,
                 device=components["text_encoder"].device,
             )
         return {"prompt_embeds": embeds}
 
-    def null_conditions(self, components: Mapping[str, Any], max_sequence_length: int = 512) -> dict[str, Tensor]:
+    def too_long(
+        self,
+        components: Mapping[str, Any],
+        prompts: Sequence[str],
+        instruction: Sequence[str] | None = None,
+        max_sequence_length: int | None = None,
+    ) -> list[bool]:
+        texts = [prompt_clean(text) for text in _instructed(prompts, instruction)]
+        return [
+            len(tokens) > (max_sequence_length or MAX_TOKENS) for tokens in components["tokenizer"](texts).input_ids
+        ]
+
+    def null_conditions(
+        self, components: Mapping[str, Any], max_sequence_length: int | None = None
+    ) -> dict[str, Tensor]:
         """The embedding of the empty prompt, {"null_embeds": (1, L, C)}."""
-        return {"null_embeds": self.encode_prompts(components, [""], max_sequence_length)["prompt_embeds"]}
+        embeds = self.encode_prompts(components, [""], None, max_sequence_length)["prompt_embeds"]
+        return {"null_embeds": embeds}
 
     def from_original(
         self,
@@ -172,6 +194,11 @@ class WanFamily(Family):
 
 
 WAN = WanFamily()
+MAX_TOKENS = 512  # that Wan's text encoder is given of a prompt
+
+
+def _instructed(prompts: Sequence[str], instruction: Sequence[str] | None) -> list[str]:
+    return ["\n".join(instruction or ()) + prompt for prompt in prompts]
 
 
 class GridRotaryPosEmbed(WanRotaryPosEmbed):

@@ -14,7 +14,7 @@ from diffusers import DiffusionPipeline
 from diffusers.utils import logging
 from torch import nn
 
-from ..backbones import FAMILIES, family_named
+from ..backbones import family_named
 from ..backbones.family import Family
 from ..convert import read_weights
 from ..errors import UserError
@@ -29,17 +29,10 @@ def load_model(
 ) -> tuple[Family, nn.Module, dict[str, Any]]:
     """The family, the float32 transformer and the pipeline's other components (VAE, scheduler, …).
 
-    Raises `UserError` for a family or preset that is unknown or cannot be trained, a checkpoint that cannot be read or
-    is of another family, and attention that the checkpoint cannot have; and, with `align_steps`, where no layer is
-    replaced.
+    Raises `UserError` for a family or preset that is unknown, a checkpoint that cannot be read or is of another family,
+    and attention that the checkpoint cannot have; and, with `align_steps`, where no layer is replaced.
     """
     family = family_named(options.family)
-    if not family.trainable:
-        accepted = [name for name, known in FAMILIES.items() if known.trainable]
-        raise UserError(
-            f"model.family is {family.name!r}, which scripts/finetune.py cannot train yet; {', '.join(accepted)} "
-            f"{'is' if len(accepted) == 1 else 'are'} accepted"
-        )
     mhla = _mhla_config(options, family)
     aligned = f"train.align_steps is {align_steps}, but "
     if align_steps and mhla is None:
