@@ -101,7 +101,7 @@ class ValidationOptions:
     every: int = option(5_000, "steps between validations; 0: only the last step", minimum=0)
     images: int = option(16, "images in the grid; image i depends on train.seed and i alone; 0: no grid", minimum=0)
     labels: list[int] = option([], "classes of the grid, repeated as needed; []: all classes in turn")
-    prompts: list[str] = option([], "captions of the grid, repeated as needed; []: the first of the held-out or training data")
+    prompts: list[str] = option([], "captions of the grid, repeated as needed; []: the first of the data")
     num_inference_steps: int = option(50, "denoising steps of the grid", minimum=1)
     guidance_scale: float = option(4.0, "classifier-free guidance of the grid; 1: none", minimum=0)
     loss_images: int = option(1024, "at most this many held-out images in the validation loss", minimum=1)
