@@ -68,7 +68,11 @@ def whole_folder(target: Path, synced: bool = True) -> Iterator[Path]:
 def whole_file(path: Path) -> Iterator[Path]:
     """Give a temporary path to write; when the block ends without an error that file becomes `path`."""
     temporary = path.with_name(f"{TEMPORARY}{path.name}")
-    yield temporary
+    try:
+        yield temporary
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     _sync(temporary)
     temporary.rename(path)
     _sync(path.parent)
