@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..processor import MHLAConfig, MHLAProcessor
-from .family import Family, Objective, build_on_meta, read_config, read_heads
+from .family import Example, Family, Objective, build_on_meta, image_size, read_config, read_heads
 from .model import MHLAModelMixin, first_argument
 
 
@@ -141,6 +141,17 @@ class DiTFamily(Family):
             vae=components.get("vae"),
             scheduler=scheduler,
             id2label=components.get("id2label"),
+        )
+
+    def example(self, arguments: Mapping[str, Any], size: Sequence[int], batch_size: int = 1) -> Example:
+        height, width = image_size(size, 8 * arguments["patch_size"])
+        if height != width:
+            raise UserError(f"size={tuple(size)} must be square: DiT's position embedding is.")
+        side = height // 8
+        return Example(
+            arguments={"sample_size": side},
+            latents=torch.randn(batch_size, arguments["in_channels"], side, side),
+            conditions={"class_labels": torch.randint(arguments["num_embeds_ada_norm"], (batch_size,))},
         )
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,14 @@ class Objective(ABC):
     @abstractmethod
     def loss(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Per-sample losses (B,) float32: "loss", which is minimised, and its parts. Draws nothing."""
+
+
+class Example(NamedTuple):
+    """A batch for a model of random weights, as benchmarks need it."""
+
+    arguments: dict[str, Any]  # of the model class, where the size asks for others than the preset's
+    latents: Tensor  # (B, C, ...) float32
+    conditions: dict[str, Tensor]  # what the objective takes
 
 
 class Family(ABC):
@@ -148,6 +156,17 @@ class Family(ABC):
         """A pipeline around `transformer`, with the family's usual scheduler where `components` has none."""
 
     @abstractmethod
+    def example(self, arguments: Mapping[str, Any], size: Sequence[int], batch_size: int = 1) -> Example:
+        """What a model built from `arguments` (those of its class) takes for pixels of `size`; values are random.
+
+        Args:
+            size: (height, width), for video (frames, height, width); one number for a square image.
+
+        Raises:
+            UserError: when the family's VAE and model have no such size.
+        """
+
+    @abstractmethod
     def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
         """What the VAE says of images (B, C, H, W) or videos (B, C, T, H, W) in [-1, 1], before anything is drawn.
 
@@ -221,6 +240,14 @@ class Family(ABC):
     def to_original(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         """The inverse of `from_original`: the weights (no copy) and the metadata to save with them."""
         raise UserError(f"{self.name} has no other public checkpoint format than that of diffusers.")
+
+
+def image_size(size: Sequence[int], multiple: int) -> tuple[int, int]:
+    """`size` as (height, width), one number meaning a square; `UserError` unless both are multiples of `multiple`."""
+    sides = (size[0], size[0]) if len(size) == 1 else tuple(size)
+    if len(sides) != 2 or any(side < multiple or side % multiple for side in sides):
+        raise UserError(f"size={tuple(size)} must be one or two multiples of {multiple}: height and width in pixels.")
+    return sides
 
 
 # What a file of a public format says beside its weights --------------------------------------------------------------

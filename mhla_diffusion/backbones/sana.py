@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..processor import MHLAConfig, MHLAProcessor
-from .family import Family, Objective
+from .family import Example, Family, Objective, image_size
 from .flow_matching import FlowMatchingObjective, drop_captions
 from .model import MHLAModelMixin
 
@@ -108,6 +108,18 @@ class SanaFamily(Family):
             vae=components.get("vae"),
             transformer=transformer,
             scheduler=scheduler,
+        )
+
+    def example(self, arguments: Mapping[str, Any], size: Sequence[int], batch_size: int = 1) -> Example:
+        height, width = image_size(size, 32 * arguments["patch_size"])
+        length = 300  # tokens of a caption, as SanaPipeline pads them
+        return Example(
+            arguments={},
+            latents=torch.randn(batch_size, arguments["in_channels"], height // 32, width // 32),
+            conditions={
+                "prompt_embeds": torch.randn(batch_size, length, arguments["caption_channels"]),
+                "prompt_mask": torch.ones(batch_size, length, dtype=torch.int64),
+            },
         )
 
     @torch.no_grad()

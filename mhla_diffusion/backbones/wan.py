@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..layout import check_counts
 from ..processor import MHLAConfig, MHLAProcessor
-from .family import Family, Objective, build_on_meta, read_config, read_heads, read_metadata
+from .family import Example, Family, Objective, build_on_meta, image_size, read_config, read_heads, read_metadata
 from .flow_matching import FlowMatchingObjective, drop_captions
 from .model import MHLAModelMixin
 
@@ -99,6 +99,17 @@ class WanFamily(Family):
         )
         parts = {name: components.get(name) for name in ("tokenizer", "text_encoder", "vae")}
         return self.pipeline_class()(transformer=transformer, scheduler=scheduler, **parts)
+
+    def example(self, arguments: Mapping[str, Any], size: Sequence[int], batch_size: int = 1) -> Example:
+        if len(size) != 3 or size[0] < 1 or size[0] % 4 != 1:
+            raise UserError(f"size={tuple(size)} must be frames (4k + 1 of them, as 81), height and width in pixels.")
+        height, width = image_size(size[1:], 8 * arguments["patch_size"][1])
+        latents = (batch_size, arguments["in_channels"], size[0] // 4 + 1, height // 8, width // 8)
+        return Example(
+            arguments={},
+            latents=torch.randn(latents),
+            conditions={"prompt_embeds": torch.randn(batch_size, 512, arguments["text_dim"])},
+        )
 
     @torch.no_grad()
     def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
