@@ -14,7 +14,7 @@ import signal
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,17 +23,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..backbones.family import Family
 from ..errors import UserError
+from ..randomness import sample_generator as sample_generator
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
-# Randomness ----------------------------------------------------------------------------------------------------------
-
-
-def sample_generator(seed: int, *key: int | str) -> torch.Generator:
-    """A CPU generator that depends on `seed` and `key` only, e.g. `sample_generator(0, "noise", epoch, index)`."""
-    digest = hashlib.sha256(repr((seed, *key)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+# Order ---------------------------------------------------------------------------------------------------------------
 
 
 class SampleOrder:
@@ -54,6 +49,11 @@ class SampleOrder:
             permutation = torch.randperm(self.num_images, generator=generator).tolist()
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1} | {epoch: permutation}
         return epoch, self._permutations[epoch][position]
+
+
+def sample_order(source: ImageSource, seed: int, batch_size: int) -> SampleOrder:
+    """The order in which training sees `source`; with several shapes every `batch_size` samples are of one."""
+    return SampleOrder(len(source), seed)
 
 
 @dataclass
@@ -95,23 +95,42 @@ class BatchPlan:
 # Images --------------------------------------------------------------------------------------------------------------
 
 
-class ImageSource(Protocol):
-    """What the loop needs of a data set."""
+class UnreadableSample(UserError):
+    """A damaged image or video; where there are few, another of the same shape is read in its place."""
 
-    class_names: list[str]
+    def __init__(self, path: str | Path, reason: object, kind: str = "image"):
+        self.path = str(path)
+        super().__init__(f"{kind} {path} cannot be read: {reason}")
+
+
+class ImageSource(Protocol):
+    """What the loop needs of a data set of images or videos."""
+
+    class_names: list[str]  # [] where samples have captions only
     fingerprint: str
-    latent_shape: tuple[int, ...] | None  # of one sample that comes encoded; None for images
+    latent_shape: tuple[int, ...] | None  # of one sample that comes encoded; None for pixels or when shapes differ
+    captioned: bool  # every sample has a text
+    text_cached: bool  # the samples' conditions hold what the text encoder says of their captions
+    shared_conditions: dict[str, torch.Tensor]  # of a cache: conditions with one row for all samples, as null_embeds
+    shapes: list[tuple[int, ...]] | None  # (height, width) or (frames, height, width) in pixels; None: all are alike
 
     def __len__(self) -> int: ...
 
+    def shape_of(self, index: int) -> int:
+        """The place in `shapes` of the shape of sample `index`; 0 where all are alike."""
+        ...
+
     def read(self, index: int, generator: torch.Generator) -> Sample:
-        """Sample `index`, with everything random about it (crop, flip) drawn from `generator`."""
+        """Sample `index`, with everything random about it (crop, flip) drawn from `generator`.
+
+        Raises `UnreadableSample` for a damaged one.
+        """
         ...
 
 
 @dataclass
 class Sample:
-    """One training example: an image in [-1, 1] of shape (C, H, W) or what the VAE says of it (`Family.posterior`).
+    """One training example: an image (C, H, W) or video (C, T, H, W) in [-1, 1], or what the VAE says of it.
 
     `conditions` are the tensors it is conditioned on.
     """
@@ -130,6 +149,10 @@ class ImageFolder:
     """
 
     latent_shape = None
+    captioned = False
+    text_cached = False
+    shared_conditions: ClassVar[dict[str, torch.Tensor]] = {}
+    shapes: list[tuple[int, ...]] | None = None
 
     def __init__(
         self, root: str | Path, size: int, channels: int = 3, flip: bool = False, class_names: list[str] | None = None
@@ -160,6 +183,9 @@ class ImageFolder:
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def shape_of(self, index: int) -> int:
+        return 0
 
     def read(self, index: int, generator: torch.Generator) -> Sample:
         name, owner = self.files[index]
@@ -192,7 +218,7 @@ def load_image(path: Path | str, size: int, channels: int, content: bytes | None
         with Image.open(path if content is None else io.BytesIO(content)) as opened:
             image = _without_transparency(opened).convert("L" if channels == 1 else "RGB")
     except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"image {path} cannot be read: {error}") from None
+        raise UnreadableSample(path, error) from None
     pixels = np.array(centre_crop(image, size), dtype=np.float32)
     return torch.from_numpy(pixels).reshape(size, size, channels).permute(2, 0, 1) / 127.5 - 1
 
@@ -232,6 +258,7 @@ class Batch:
     conditions: dict[str, torch.Tensor]
     texts: list[str | None]
     keys: list[tuple[int, int]]
+    skipped: list[str] = field(default_factory=list)  # damaged files in whose place others were read
 
     def generators(self, seed: int) -> list[torch.Generator]:
         """One CPU generator per sample, for its latent, noise, timestep and label dropout."""
