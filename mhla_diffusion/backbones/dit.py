@@ -154,6 +154,9 @@ class DiTFamily(Family):
             conditions={"class_labels": torch.randint(arguments["num_embeds_ada_norm"], (batch_size,))},
         )
 
+    def pipeline_arguments(self, conditions: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, Any]:
+        return {"class_labels": conditions["class_labels"].tolist()}
+
     @torch.no_grad()
     def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
         vae = components.get("vae")

@@ -156,6 +156,15 @@ class Family(ABC):
         """A pipeline around `transformer`, with the family's usual scheduler where `components` has none."""
 
     @abstractmethod
+    def pipeline_arguments(self, conditions: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, Any]:
+        """Arguments of the pipeline's call that make samples of `shape` under `conditions`, which it takes as they are.
+
+        Args:
+            conditions: what the objective takes, B rows each; null conditions may have one row.
+            shape: (height, width) or (frames, height, width) in pixels.
+        """
+
+    @abstractmethod
     def example(self, arguments: Mapping[str, Any], size: Sequence[int], batch_size: int = 1) -> Example:
         """What a model built from `arguments` (those of its class) takes for pixels of `size`; values are random.
 

@@ -122,6 +122,23 @@ class SanaFamily(Family):
             },
         )
 
+    def pipeline_arguments(self, conditions: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, Any]:
+        embeds, mask = conditions["prompt_embeds"], conditions["prompt_mask"]
+        everywhere = torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)
+        nulls = {"null_embeds": conditions.get("null_embeds"), "null_mask": conditions.get("null_mask")}
+        prompt_embeds, prompt_mask = drop_captions(embeds, ~everywhere, mask=mask, **nulls)  # both of one length
+        negative_embeds, negative_mask = drop_captions(embeds, everywhere, mask=mask, **nulls)
+        return {
+            "prompt_embeds": prompt_embeds,
+            "prompt_attention_mask": prompt_mask,
+            "negative_prompt": None,
+            "negative_prompt_embeds": negative_embeds,
+            "negative_prompt_attention_mask": negative_mask,
+            "height": shape[-2],
+            "width": shape[-1],
+            "use_resolution_binning": False,
+        }
+
     @torch.no_grad()
     def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
         vae = components.get("vae")  # an AutoencoderDC, whose latents are not drawn

@@ -111,6 +111,19 @@ class WanFamily(Family):
             conditions={"prompt_embeds": torch.randn(batch_size, 512, arguments["text_dim"])},
         )
 
+    def pipeline_arguments(self, conditions: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, Any]:
+        embeds = conditions["prompt_embeds"]
+        everywhere = torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)
+        negative, _ = drop_captions(embeds, everywhere, conditions.get("null_embeds"))
+        frames, height, width = shape if len(shape) == 3 else (1, *shape)
+        return {
+            "prompt_embeds": embeds,
+            "negative_prompt_embeds": negative,
+            "num_frames": frames,
+            "height": height,
+            "width": width,
+        }
+
     @torch.no_grad()
     def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
         """Videos (B, 3, F, H, W) with F = 4k + 1 frames, or images (B, 3, H, W), to latents (B, C, k + 1, H/8, W/8).
