@@ -32,8 +32,8 @@ class VideoInfo:
     frames: int
 
     def frames_at(self, fps: float) -> int:
-        """How many frames the video has when it is read at another rate."""
-        return int(self.seconds * fps + 1e-3)
+        """How many frames the video has when it is read at another rate; one at least."""
+        return max(1, int(self.seconds * fps + 0.1))  # containers round their lengths
 
 
 def probe(path: str | Path) -> VideoInfo:
@@ -94,7 +94,8 @@ def read_clip(
                 shown = time, duration, frame
             if shown is None:
                 raise UserError(f"video {path} has no frames")
-            take(shown[2], shown[0] + shown[1] + 0.5 / fps)
+            # The last frame of the clip must lie half within the video, or be the video's last.
+            take(shown[2], max(shown[0] + 1e-6, shown[0] + shown[1] - 0.5 / fps))
     except (av.FFmpegError, OSError) as error:
         raise _unreadable(path, error) from None
     if done < num_frames:
