@@ -219,7 +219,7 @@ def inception_score(logits: Tensor, split: int = SPLIT) -> tuple[float, float, i
 
 def evaluate_images(
     generated: str | Path,
-    reference: str | Path,
+    reference: str | Path | ImageSet,
     features: str | FeatureNetwork = "inception",
     metrics: Iterable[str] | None = None,
     *,
@@ -236,7 +236,7 @@ def evaluate_images(
     Args:
         generated: a folder of images, or an `.npz` file with `arr_0`.
         reference: the same, or a statistics file: of `save_statistics`, or of the ADM suite (`mu`, `sigma`, `mu_s`,
-            `sigma_s`, `arr_0`).
+            `sigma_s`, `arr_0`). An `ImageSet` has been opened already, as that of a caption set.
         features: "inception", "digits", a name registered with torch-fidelity, or a loaded network.
         metrics: some of `METRICS`; None: all that the inputs allow.
         inception_weights: Inception's weight file; None: downloaded once by torch-fidelity.
@@ -254,7 +254,8 @@ def evaluate_images(
     """
     wanted = _wanted(metrics)
     images = ImageSet(generated, "generated")
-    reference_images = _reference_images(reference)
+    reference_images = reference if isinstance(reference, ImageSet) else _reference_images(reference)
+    reference = reference.path if isinstance(reference, ImageSet) else reference
     if save_statistics is not None and Path(save_statistics).suffix != ".npz":
         raise UserError(f"save_statistics={str(save_statistics)!r} must end in .npz")
     if save_statistics is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,6 +62,11 @@ class ImageSet:
 
     def __len__(self) -> int:
         return self._length
+
+    def select(self, names: Iterable[str]) -> None:
+        """Keep only these files of the folder (paths relative to it), in the order of their paths."""
+        self.files = sorted(self.path / name for name in set(names))
+        self._length = len(self.files)
 
     def name(self, index: int) -> str:
         """The file name of image `index`, relative to the folder."""
