@@ -17,7 +17,7 @@ from av.video.reformatter import Colorspace
 from ..errors import UserError
 from .checkpoints import whole_file
 
-VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts")
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".mpg", ".mpeg")
 UNSPECIFIED = 2  # of ITU-T H.273, for colour matrices
 
 
@@ -33,7 +33,7 @@ class VideoInfo:
 
     def frames_at(self, fps: float) -> int:
         """How many frames the video has when it is read at another rate; one at least."""
-        return max(1, int(self.seconds * fps + 0.1))  # containers round their lengths
+        return max(1, int(self.seconds * fps + 0.5))
 
 
 def probe(path: str | Path) -> VideoInfo:
@@ -94,8 +94,8 @@ def read_clip(
                 shown = time, duration, frame
             if shown is None:
                 raise UserError(f"video {path} has no frames")
-            # The last frame of the clip must lie half within the video, or be the video's last.
-            take(shown[2], max(shown[0] + 1e-6, shown[0] + shown[1] - 0.5 / fps))
+            # Half of the clip's last frame must lie within the video (nearly so: containers round their lengths).
+            take(shown[2], max(shown[0] + 1e-6, shown[0] + shown[1] - 0.4 / fps))
     except (av.FFmpegError, OSError) as error:
         raise _unreadable(path, error) from None
     if done < num_frames:
