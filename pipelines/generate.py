@@ -1,61 +1,78 @@
-"""Generating a folder of images, one file per image, by one process or many.
+"""Generating a folder of images or videos, one file per item, by one process or many.
 
-Image i is a function of the seed, of i and of its condition: everything random comes from a generator of its own. So a
-folder can be finished later, extended, or filled by several processes.
+Item i is a function of the seed, of i and of its condition: everything random comes from a generator of its own. So a
+folder can be finished later, extended, or filled by several processes, started together or separately.
 
 How exact that is: what is drawn is bit-identical whatever the batch size, the number of processes or what was there
 already. The arithmetic of a network, however, may round differently when its inputs have another shape. So incomplete
-batches are filled up, and for one `batch_size` every image is computed in the same shape; between different batch sizes
+batches are filled up, and for one `batch_size` every item is computed in the same shape; between different batch sizes
 the outputs differ by rounding, which now and then moves a pixel to the neighbouring grey level.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
-import os
+import math
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
-from ..devices import usable_device
 from ..errors import UserError
-from ..training.data import sample_generator
+from ..randomness import sample_generator
+from ..training.checkpoints import on_main_process
+from ..training.metrics import peak_memory_gib
+from ..training.video_files import write_mp4
+from .any_pipeline import OWN_KEYS, call_arguments, call_parameters, fingerprint, makes_videos, process_state
+from .any_pipeline import load_pipeline as load_pipeline
+from .generation_folder import IMAGE_SUFFIX, VIDEO_SUFFIX, Claims, check_place, complete, fill_in, item_files, whole
+from .generation_folder import file_name as file_name
+from .prompts import class_conditions as class_conditions
 
-MANIFEST, LABELS, ARRAY = "generation.json", "labels.jsonl", "samples.npz"
+ARRAY = "samples.npz"
+DEFAULT_FPS = 16  # of Wan2.1's training videos
+POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class GenerationReport:
-    """What `generate_images` did: images in the folder, those made now (by all processes), and how fast."""
+    """What `generate_images` did.
+
+    `num_new` items were made now by this run's processes, `num_elsewhere` meanwhile by processes started separately.
+    """
 
     folder: Path
     num_images: int
     num_new: int
     seconds: float
+    num_elsewhere: int = 0
+    peak_memory_gib: float = 0.0  # of this process
+    noun: str = "image"
 
     @property
     def images_per_second(self) -> float:
-        """Images made per second, all processes together, writing included."""
+        """Items made per second, all processes of this run together, writing included."""
         return self.num_new / self.seconds if self.num_new else 0.0
 
     def __str__(self) -> str:
+        elsewhere = f", {self.num_elsewhere} meanwhile by other processes" if self.num_elsewhere else ""
         return (
-            f"{self.num_images} images in {self.folder}: {self.num_new} made now in {self.seconds:.1f} s "
-            f"({self.images_per_second:.2f} images/s), {self.num_images - self.num_new} were there"
+            f"{self.num_images} {self.noun}s in {self.folder}: {self.num_new} made now in {self.seconds:.1f} s "
+            f"({self.images_per_second:.3g} {self.noun}s/s){elsewhere}, "
+            f"{self.num_images - self.num_new - self.num_elsewhere} were there; "
+            f"peak memory {self.peak_memory_gib:.2f} GiB"
         )
 
 
@@ -65,274 +82,226 @@ def generate_images(
     out: str | Path,
     *,
     seed: int = 0,
-    num_inference_steps: int = 50,
-    guidance_scale: float = 4.0,
+    num_inference_steps: int | None = None,
+    guidance_scale: float | None = None,
     batch_size: int = 16,
+    height: int | None = None,
+    width: int | None = None,
+    num_frames: int | None = None,
+    fps: float | None = None,
     npz: bool = False,
     progress: bool = True,
 ) -> GenerationReport:
-    """Generate image i from `conditions[i]` into `out/00000i.png`, skipping those that are there.
+    """Generate image i from `conditions[i]` into `out/00000i.png`, skipping those that are there; or videos, as `.mp4`.
 
     Args:
         pipeline: any pipeline whose call takes a list per key of the conditions, `guidance_scale`,
-            `num_inference_steps`, a list of generators, and returns `.images`.
-        conditions: for each image the pipeline's arguments that belong to it, e.g. `{"class_labels": 3}`.
-        out: folder; written beside the images are `generation.json` (the settings) and `labels.jsonl` (the conditions).
-        seed: all images depend on it.
-        num_inference_steps, guidance_scale: as in the pipeline's call.
-        batch_size: images per call of the pipeline.
+            `num_inference_steps` and a list of generators, and returns `.images`, or `.frames` if it makes videos.
+        conditions: for each item the pipeline's arguments that belong to it, e.g. `{"class_labels": 3}` or
+            `{"prompt": "a cat"}`; besides, optionally, "name", the name of its file without suffix (with `/` in
+            sub-folders of `out`), and "seed_index", the number that its randomness depends on in place of i.
+        out: folder; written beside the items are `generation.json` (the settings) and `labels.jsonl` (the conditions).
+        seed: all items depend on it.
+        num_inference_steps, guidance_scale, height, width, num_frames: as in the pipeline's call; None: its defaults.
+        batch_size: items per call of the pipeline.
+        fps: frames per second of the videos, which their length follows from; None: 16, as Wan2.1 is trained with.
         npz: when all images are there, also write `samples.npz` with `arr_0`, uint8 (N, H, W, 3), for the ADM suite.
         progress: show a bar.
 
-    Under `accelerate launch` or `torchrun` each process makes every n-th image.
+    All processes at work on the folder, those of `accelerate launch` or `torchrun` and any started by hand, share the
+    work, and each returns when all of it is done. What a killed process was making is made by the others.
 
     Raises:
-        UserError: a bad argument; a folder that holds images of other settings, or more images; a full disk. What was
-            written stays and is used by the next call.
+        UserError: a bad argument; a folder that holds items of other settings, or more items; a full disk; too little
+            memory; values that are not finite. What was written stays and is used by the next call.
     """
     conditions, out = list(conditions), Path(out)
-    for name, value in (("batch_size", batch_size), ("num_inference_steps", num_inference_steps)):
-        if value < 1:
-            raise UserError(f"{name}={value} must be at least 1")
+    sizes = {"height": height, "width": width, "num_frames": num_frames}
+    steering = {"num_inference_steps": num_inference_steps, "guidance_scale": guidance_scale}
+    check_options(out, batch_size=batch_size, fps=fps, **steering, **sizes)
     if not conditions:
         raise UserError("the number of images must be at least 1, got no conditions")
-    state = process_state(cpu=pipeline.device.type == "cpu")
+    videos = makes_videos(pipeline)
+    if npz and videos:
+        raise UserError(f"npz is for images; {type(pipeline).__name__} makes videos")
+    if fps is not None and not videos:
+        raise UserError(f"fps={fps} is for videos; {type(pipeline).__name__} makes images")
+    call = call_arguments(pipeline, conditions, steering | sizes)
+    files = item_files(conditions, VIDEO_SUFFIX if videos else IMAGE_SUFFIX)
     manifest = {
         "seed": seed,
-        "num_inference_steps": num_inference_steps,
-        "guidance_scale": float(guidance_scale),
+        **{name: call.get(name) for name in steering},
         "pipeline": type(pipeline).__name__,
         "weights": fingerprint(pipeline),
         "dtype": str(pipeline.dtype).removeprefix("torch."),
         "num_images": len(conditions),
+        **{name: call.get(name) for name in sizes if name in call_parameters(pipeline)},
+        **({"fps": float(fps or DEFAULT_FPS)} if videos else {}),
     }
-    lines = [json.dumps({"file": file_name(i), **c}, ensure_ascii=False) for i, c in enumerate(conditions)]
-    _check_folder(out, manifest, lines)
-    missing = [i for i in range(len(conditions)) if not _complete(out / file_name(i))]
-    # Every process has looked at the folder before the first one writes into it.
-    state.wait_for_everyone()
+    lines = [json.dumps({"file": file, **c}, ensure_ascii=False) for file, c in zip(files, conditions, strict=True)]
+    state, claims = process_state(cpu=pipeline.device.type == "cpu"), None
+
+    def open_folder() -> list[int]:
+        nonlocal claims
+        out.mkdir(parents=True, exist_ok=True)
+        claims = Claims(out)
+        with claims.alone():
+            return fill_in(out, manifest, lines, files)
+
     try:
-        if state.is_main_process:
-            out.mkdir(parents=True, exist_ok=True)
-            _write(out / MANIFEST, json.dumps(manifest, indent=2).encode() + b"\n")
-            _write(out / LABELS, "".join(f"{line}\n" for line in lines).encode())
-        state.wait_for_everyone()
-        own = missing[state.process_index :: state.num_processes]
-        start = time.perf_counter()
-        with _quiet(pipeline), _bar(len(own), state, progress) as bar:
-            for first in range(0, len(own), batch_size):
-                indices = own[first : first + batch_size]
-                images = _generate_batch(pipeline, conditions, indices, manifest, batch_size)
-                for index, image in zip(indices, images, strict=True):
-                    _save_png(image, out / file_name(index))
-                bar.update(len(indices))
-        state.wait_for_everyone()
+        missing = on_main_process(state, open_folder)
+        claims = claims or Claims(out)
+        start, made = time.perf_counter(), 0
+        with _quiet(pipeline), _bar(len(missing), videos, progress and state.is_main_process) as bar:
+            todo = _share(missing, state, claims)
+            for indices in _claimed_batches(todo, [out / file for file in files], claims, batch_size, bar):
+                arguments = _batch_arguments(conditions, indices, seed, batch_size)
+                for index, item in zip(indices, _generate(pipeline, arguments | call, videos), strict=False):
+                    _save(item, out / files[index], out, manifest.get("fps"))
+                    claims.release(index)
+                    bar.update()
+                made += len(indices)
+        made = sum(gather_object([made]))
         seconds = time.perf_counter() - start
         if npz and state.is_main_process:
-            write_array(out, len(conditions))
+            write_array(out, files)
     except OSError as error:
-        failure = UserError(
-            f"writing to {str(out)!r} failed ({error.strerror or error}); the images written so far are kept"
-        )
-        failure.of_one_process = True  # the other processes do not know of it, so this one has to say it
-        raise failure from None
-    return GenerationReport(out, len(conditions), len(missing), seconds)
+        raise _of_this_process(
+            f"writing to {str(out)!r} failed ({error.strerror or error}); what was written so far is kept"
+        ) from None
+    except torch.OutOfMemoryError:
+        raise _of_this_process(
+            f"the memory of {pipeline.device} is too small for batch_size={batch_size}; what was made so far is kept, "
+            "go on with a smaller one"
+        ) from None
+    finally:
+        if claims:
+            claims.close()
+    return GenerationReport(
+        out,
+        len(conditions),
+        made,
+        seconds,
+        len(missing) - made,
+        peak_memory_gib(pipeline.device),
+        "video" if videos else "image",
+    )
 
 
-def process_state(cpu: bool = False) -> PartialState:
-    """This process among those of `accelerate launch` or `torchrun`; alone otherwise."""
-    # Processes wait for the slowest one, which on a shared machine may take longer than torch's ten minutes.
-    options = {"timeout": timedelta(days=7)} if int(os.environ.get("WORLD_SIZE", 1)) > 1 else {}
-    return PartialState(cpu=cpu, **options)
-
-
-def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None = None) -> DiffusionPipeline:
-    """Load a pipeline, with or without MHLA, onto a device.
-
-    Args:
-        path: a folder of `save_pretrained`, or a hub id.
-        dtype: "float32", "bfloat16" or "float16".
-        device: default: this process's GPU if there is one.
-
-    Raises:
-        UserError: there is no pipeline at `path`.
-    """
-    path, place = str(path), usable_device(device) if device else process_state().device
-    if Path(path).exists() and not (Path(path) / "model_index.json").is_file():
-        raise UserError(f"{path!r} is not a saved pipeline: it holds no model_index.json")
-    if not Path(path).exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
-        raise UserError(f"the pipeline {path!r} does not exist, and it is not a hub id (owner/name)")
-    try:
-        pipeline = DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, dtype))
-    except UserError:
-        raise
-    except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the pipeline {path!r} could not be loaded: {reason}") from None
-    return pipeline.to(place)
-
-
-def class_conditions(
-    pipeline: DiffusionPipeline, num_images: int | None = None, labels: str | Path | None = None
-) -> list[dict[str, int]]:
-    """Conditions of a class-conditional pipeline.
-
-    Args:
-        num_images: this many images, image i of class i modulo the number of classes.
-        labels: or a text file with one class per line: its number, or its name where the pipeline has names.
-
-    Raises:
-        UserError: not exactly one of the two; a pipeline without classes; a line that is not one of its classes.
-    """
-    if (num_images is None) == (labels is None):
-        raise UserError("give either num_images or labels")
-    transformer = getattr(pipeline, "transformer", None)
-    num_classes = getattr(getattr(transformer, "config", None), "num_embeds_ada_norm", None)
-    if not num_classes:
-        raise UserError(f"{type(pipeline).__name__} is not conditioned on classes")
-    if num_images is not None:
-        if num_images < 1:
-            raise UserError(f"num_images={num_images} must be at least 1")
-        return [{"class_labels": i % num_classes} for i in range(num_images)]
-    try:
-        lines = Path(labels).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the label file {str(labels)!r} cannot be read ({error})") from None
-    names = getattr(pipeline, "labels", None) or {}
-    conditions = []
-    for number, line in enumerate(lines, 1):
-        text = line.strip()
-        if not text:
+def check_options(out: str | Path, **numbers: float | None) -> None:
+    """Raise `UserError` for a folder or for numbers of `generate_images` that are impossible with any pipeline."""
+    for name, value in numbers.items():
+        if value is None:
             continue
-        label = int(text) if text.isdecimal() else names.get(text)
-        if label is None or label >= num_classes:
-            raise UserError(
-                f"line {number} of {str(labels)!r} is {text!r}; it must be a class from 0 to {num_classes - 1}"
-                + (" or a class name of the pipeline" if names else "")
-            )
-        conditions.append({"class_labels": label})
-    if not conditions:
-        raise UserError(f"the label file {str(labels)!r} is empty")
-    return conditions
+        if not math.isfinite(value):
+            raise UserError(f"{name}={value} must be a finite number")
+        if name != "guidance_scale" and value < 1:
+            raise UserError(f"{name}={value} must be at least 1")
+        if name == "fps" and value >= 1000:
+            raise UserError(f"fps={value} must be below 1000")
+    check_place(out)
 
 
-def file_name(index: int) -> str:
-    """Name of the file of image `index`."""
-    return f"{index:06d}.png"
-
-
-def fingerprint(pipeline: DiffusionPipeline) -> str:
-    """A short hash of a pipeline's weights (a sample of each tensor) and of its scheduler's settings."""
-    digest = hashlib.sha256()
-    for name, component in sorted(pipeline.components.items()):
-        if isinstance(component, torch.nn.Module):
-            for key, value in component.state_dict().items():
-                if value.is_meta:  # offloaded
-                    continue
-                flat = value.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
-                digest.update(f"{name}.{key} {tuple(value.shape)}".encode() + sample.numpy().tobytes())
-        elif name == "scheduler":
-            digest.update(json.dumps(dict(component.config), sort_keys=True, default=str).encode())
-    return digest.hexdigest()[:12]
-
-
-def write_array(folder: str | Path, num_images: int) -> Path:
-    """Write images 0 to `num_images` − 1 as `samples.npz` with `arr_0`, uint8 (N, H, W, 3), one at a time."""
+def write_array(folder: str | Path, files: Sequence[str]) -> Path:
+    """Write the images `files` of `folder` as `samples.npz` with `arr_0`, uint8 (N, H, W, 3), one at a time."""
     folder = Path(folder)
-    target, temporary = folder / ARRAY, folder / f".{ARRAY}.tmp"
-    with Image.open(folder / file_name(0)) as image:
+    with Image.open(folder / files[0]) as image:
         width, height = image.size
-    header = {"descr": "|u1", "fortran_order": False, "shape": (num_images, height, width, 3)}
+    header = {"descr": "|u1", "fortran_order": False, "shape": (len(files), height, width, 3)}
     with (
+        whole(folder / ARRAY, folder) as temporary,
         zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive,
         archive.open("arr_0.npy", "w", force_zip64=True) as stream,
     ):
         np.lib.format.write_array_header_1_0(stream, header)
-        for index in range(num_images):
-            with Image.open(folder / file_name(index)) as image:
+        for file in files:
+            with Image.open(folder / file) as image:
                 if image.size != (width, height):
                     raise UserError(
-                        f"{file_name(index)} is {image.size[0]}x{image.size[1]}, but {file_name(0)} is "
-                        f"{width}x{height}; an array needs images of one size"
+                        f"{file} is {image.size[0]}x{image.size[1]}, but {files[0]} is {width}x{height}; an array "
+                        "needs images of one size"
                     )
                 stream.write(np.asarray(image.convert("RGB")).tobytes())
-    os.replace(temporary, target)
-    return target
+    return folder / ARRAY
 
 
-def _generate_batch(pipeline, conditions, indices: list[int], manifest: dict, batch_size: int) -> list[Image.Image]:
+# One batch -----------------------------------------------------------------------------------------------------------
+
+
+def _batch_arguments(conditions: list[dict[str, Any]], indices: list[int], seed: int, batch_size: int) -> dict:
+    """What belongs to each item of a batch, which is filled up with its last item."""
     padded = indices + [indices[-1]] * (batch_size - len(indices))
-    arguments = {key: [conditions[i][key] for i in padded] for key in conditions[indices[0]]}
-    images = pipeline(
-        **arguments,
-        guidance_scale=manifest["guidance_scale"],
-        num_inference_steps=manifest["num_inference_steps"],
-        generator=[sample_generator(manifest["seed"], "image", i) for i in padded],
-        output_type="pil",
-    ).images
-    return images[: len(indices)]
+    arguments = {key: [conditions[i][key] for i in padded] for key in conditions[0].keys() - OWN_KEYS}
+    seeds = [conditions[i].get("seed_index", i) for i in padded]
+    return arguments | {"generator": [sample_generator(seed, "image", i) for i in seeds]}
 
 
-def _check_folder(out: Path, manifest: dict[str, Any], lines: list[str]) -> None:
-    """Raise UserError unless `out` is new, or holds the beginning of what is asked for now."""
-    if out.exists() and not out.is_dir():
-        raise UserError(f"the output folder {str(out)!r} is a file")
-    path = out / MANIFEST
-    if not path.is_file():
-        if out.is_dir() and any(out.glob("*.png")):
-            raise UserError(f"the output folder {str(out)!r} holds images without {MANIFEST}; choose a new folder")
-        return
-    try:
-        found = json.loads(path.read_text())
-        known = (out / LABELS).read_text(encoding="utf-8").splitlines() if (out / LABELS).is_file() else []
-    except (ValueError, OSError) as error:
-        raise UserError(f"{str(path)!r} cannot be read ({error}); choose a new folder") from None
-    for name, value in manifest.items():
-        if name != "num_images" and found.get(name) != value:
-            raise UserError(
-                f"the output folder {str(out)!r} holds images made with {name}={found.get(name)}, now it is {value}; "
-                "choose a new folder"
+def _generate(pipeline: DiffusionPipeline, arguments: dict[str, Any], videos: bool) -> Iterator[np.ndarray]:
+    """Images (H, W, C) or videos (T, H, W, C), uint8."""
+    output = pipeline(**arguments, output_type="np")
+    for values in output.frames if videos else output.images:
+        values = np.asarray(values, dtype=np.float32)
+        if not np.isfinite(values).all():
+            raise _of_this_process(
+                f"the pipeline made values that are not finite with dtype={str(pipeline.dtype).removeprefix('torch.')}"
+                "; float32 and bfloat16 have a wider range than float16"
             )
-    if len(known) > len(lines):
-        raise UserError(
-            f"the output folder {str(out)!r} is one of {len(known)} images, now it is {len(lines)}; choose a new folder"
-        )
-    for index, (before, now) in enumerate(zip(known, lines, strict=False)):
-        if before != now:
-            raise UserError(
-                f"the output folder {str(out)!r} holds other classes (image {index}: {before}, now {now}); "
-                "choose a new folder"
-            )
+        yield (values * 255).round().clip(0, 255).astype(np.uint8)
 
 
-def _complete(path: Path) -> bool:
-    """Whether a PNG file is there up to its last chunk, so that one cut off by a copy or a full disk is made again."""
-    try:
-        with open(path, "rb") as file:
-            start = file.read(8)
-            file.seek(-8, os.SEEK_END)
-            return start == b"\x89PNG\r\n\x1a\n" and file.read(4) == b"IEND"
-    except OSError:
-        return False
+def _save(item: np.ndarray, path: Path, folder: Path, fps: float | None) -> None:
+    with whole(path, folder) as temporary:
+        if fps is None:
+            Image.fromarray(item[..., 0] if item.shape[-1] == 1 else item).save(temporary)
+            return
+        try:
+            write_mp4(item, temporary, fps)
+        except UserError as error:
+            raise _of_this_process(f"{error}; what was written so far is kept") from None
 
 
-def _save_png(image: Image.Image, path: Path) -> None:
-    buffer = io.BytesIO()
-    image.save(buffer, format="png")
-    _write(path, buffer.getvalue())
+# Sharing the work ----------------------------------------------------------------------------------------------------
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is there whole or not at all."""
-    # No two processes write the same file, so a temporary name that a killed one left behind is simply used again.
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+def _share(missing: list[int], state: PartialState, claims: Claims) -> list[int]:
+    """The items in the order in which this process looks at them: its own share, then that of the others."""
+    own = missing[state.process_index :: state.num_processes]
+    if not claims.available:
+        return own
+    chosen = set(own)
+    return own + [index for index in missing if index not in chosen]
+
+
+def _claimed_batches(
+    todo: list[int], paths: list[Path], claims: Claims, batch_size: int, bar: tqdm
+) -> Iterator[list[int]]:
+    """Yield batches of items that this process has claimed, until every item of `todo` is there."""
+    waiting, claimed = deque(todo), deque()
+    while waiting:
+        batch = []
+        while waiting and len(batch) < batch_size:
+            index = waiting.popleft()
+            if not claims.take(index):
+                claimed.append(index)
+            elif complete(paths[index]):  # by another process, since this one first looked
+                claims.release(index)
+                bar.update()
+            else:
+                batch.append(index)
+        if batch:
+            yield batch
+        elif claimed:
+            bar.set_postfix_str("waiting for other processes")
+            time.sleep(POLL_SECONDS)
+        if not waiting:  # what others had claimed is there by now, or they were killed
+            waiting, claimed = claimed, deque()
+
+
+def _of_this_process(message: str) -> UserError:
+    """An error that the other processes of a launch do not know of, so that this one has to say it."""
+    error = UserError(message)
+    error.of_one_process = True
+    return error
 
 
 class _quiet:
@@ -349,7 +318,6 @@ class _quiet:
         self.pipeline.set_progress_bar_config(**self.before)
 
 
-def _bar(total: int, state: PartialState, progress: bool) -> tqdm:
-    description = "images" if state.num_processes == 1 else f"images, 1 of {state.num_processes} processes"
-    shown = progress and state.is_main_process
-    return tqdm(total=total, desc=description, unit="image", disable=not shown, file=sys.stderr, dynamic_ncols=True)
+def _bar(total: int, videos: bool, shown: bool) -> tqdm:
+    unit = "video" if videos else "image"
+    return tqdm(total=total, desc=f"{unit}s", unit=unit, disable=not shown, file=sys.stderr, dynamic_ncols=True)

@@ -1,11 +1,13 @@
-"""Generate a folder of images from a saved pipeline.
+"""Generate a folder of images or videos from a saved pipeline.
 
     python scripts/generate.py --pipeline runs/digits/pipeline --num-images 100 --out samples/
     accelerate launch scripts/generate.py --pipeline out --num-images 50000 --steps 250 --guidance-scale 1.5 \\
         --out samples/ --npz
+    python scripts/generate.py --pipeline sana-mhla --prompts captions.jsonl --out samples/ --height 1024 --width 768
+    python scripts/generate.py --pipeline wan-mhla --prompts prompts.txt --out videos/ --num-frames 81 --batch-size 1
 
-Image i is a function of the seed and i. Running the command again makes what is missing; a folder of other settings is
-refused.
+Item i is a function of the seed and i. Running the command again makes what is missing; a folder of other settings is
+refused. Several processes on one folder, launched together or started by hand at any time, share the work.
 """
 
 from __future__ import annotations
@@ -23,12 +25,24 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--num-images", type=int, metavar="N", help="this many images, the classes in turn")
     what.add_argument("--labels", metavar="FILE", help="one image per line: a class number, or a class name")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the PNG files go")
-    parser.add_argument("--steps", type=int, default=50, help="denoising steps (default: 50)")
-    parser.add_argument("--guidance-scale", type=float, default=4.0, help="1: no guidance (default: 4)")
-    parser.add_argument("--seed", type=int, default=0, help="all images depend on it (default: 0)")
-    parser.add_argument("--batch-size", type=int, default=16, help="images per forward pass (default: 16)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    what.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help='one item per line: a prompt; in a .jsonl file {"prompt": …} or {"text": …}, if wanted with the "name" of '
+        "its file",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="where the PNG or MP4 files go")
+    parser.add_argument("--steps", type=int, help="denoising steps (default: the pipeline's; DiT 50, SANA 20, Wan 50)")
+    parser.add_argument(
+        "--guidance-scale", type=float, help="1: no guidance (default: the pipeline's; DiT 4, SANA 4.5, Wan 5)"
+    )
+    parser.add_argument("--height", type=int, help="in pixels (default: the pipeline's)")
+    parser.add_argument("--width", type=int, help="in pixels (default: the pipeline's)")
+    parser.add_argument("--num-frames", type=int, help="of a video; Wan: 4k + 1 (default: the pipeline's; Wan 81)")
+    parser.add_argument("--fps", type=float, help="frames per second of a video file (default: 16, as Wan2.1)")
+    parser.add_argument("--seed", type=int, default=0, help="everything depends on it (default: 0)")
+    parser.add_argument("--batch-size", type=int, default=16, help="items per forward pass (default: 16)")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of all weights")
     parser.add_argument("--device", help="cuda, cpu, … (default: the GPU of this process if there is one)")
     parser.add_argument("--npz", action="store_true", help="also write samples.npz, as the ADM suite reads it")
     return parser.parse_args(argv)
@@ -37,24 +51,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     is_main = os.environ.get("RANK", "0") == "0"
+    names = ("guidance_scale", "height", "width", "num_frames", "fps", "batch_size")
+    numbers = {name: getattr(args, name) for name in names} | {"num_inference_steps": args.steps}
     try:
-        from mhla_diffusion.pipelines.generate import (
-            class_conditions,
-            generate_images,
-            load_pipeline,
-        )
+        from mhla_diffusion.pipelines.generate import check_options, generate_images, load_pipeline
+        from mhla_diffusion.pipelines.prompts import class_conditions, read_lines, read_prompts
 
+        check_options(args.out, num_images=args.num_images, **numbers)
+        if args.labels:
+            read_lines(args.labels, "label file")
+        conditions = read_prompts(args.prompts) if args.prompts else None
         pipeline = load_pipeline(args.pipeline, args.dtype, args.device)
-        report = generate_images(
-            pipeline,
-            class_conditions(pipeline, args.num_images, args.labels),
-            args.out,
-            seed=args.seed,
-            num_inference_steps=args.steps,
-            guidance_scale=args.guidance_scale,
-            batch_size=args.batch_size,
-            npz=args.npz,
-        )
+        conditions = conditions or class_conditions(pipeline, args.num_images, args.labels)
+        report = generate_images(pipeline, conditions, args.out, seed=args.seed, npz=args.npz, **numbers)
     except UserError as error:
         if is_main or getattr(error, "of_one_process", False):
             print(f"error: {error}", file=sys.stderr)

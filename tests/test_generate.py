@@ -119,7 +119,7 @@ def test_interrupted_run_is_finished_with_the_same_files(pipeline, tmp_path, mon
     kept = files(tmp_path / "cut")
     assert sorted(kept) == [file_name(i) for i in range(3)]
     # What else a kill, or a copy that was cut off, may leave behind.
-    (tmp_path / "cut" / f".{file_name(4)}.tmp").write_bytes(b"half")
+    (tmp_path / "cut" / ".tmp-0123456789ab.png").write_bytes(b"half")
     (tmp_path / "cut" / file_name(2)).write_bytes(kept[file_name(2)][:-20])
     (tmp_path / "cut" / file_name(5)).write_bytes(b"")
     report = make(pipeline, tmp_path / "cut")
@@ -143,8 +143,8 @@ def test_conditions_and_settings_are_recorded(pipeline, tmp_path):
         ({"seed": 1}, "seed=0, now it is 1"),
         ({"num_inference_steps": 3}, "num_inference_steps=2, now it is 3"),
         ({"guidance_scale": 1.0}, "guidance_scale=2.0, now it is 1.0"),
-        ({"num_images": 4}, "is one of 7 images, now it is 4"),
-        ({"conditions": [{"class_labels": 0}] * 7}, "other classes .image 1"),
+        ({"num_images": 4}, "is one of 7 items, now it is 4"),
+        ({"conditions": [{"class_labels": 0}] * 7}, "other items .number 1"),
     ],
 )
 def test_folder_of_other_settings_is_refused_untouched(pipeline, tmp_path, change, message):
@@ -179,15 +179,16 @@ def test_impossible_numbers_are_refused(pipeline, tmp_path, option):
 
 
 def test_full_disk_is_one_sentence_and_keeps_what_was_written(pipeline, tmp_path, monkeypatch):
-    original = Path.write_bytes
+    original, saved = Image.Image.save, []
 
-    def full(self, content):
-        if file_name(4) in self.name:
-            original(self, content[:10])
+    def full(self, path):
+        saved.append(path)
+        if len(saved) == 5:
+            path.write_bytes(b"half")
             raise OSError(28, "No space left on device")
-        return original(self, content)
+        return original(self, path)
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(Image.Image, "save", full)
     with pytest.raises(UserError, match="No space left on device.*kept"):
         make(pipeline, tmp_path / "a")
     monkeypatch.undo()
@@ -309,10 +310,10 @@ def test_only_the_main_process_says_what_all_of_them_know(tmp_path, monkeypatch,
 
 
 def test_a_process_that_cannot_write_says_so_itself(saved, tmp_path, monkeypatch, capsys):
-    def full(path, content):
+    def full(self, path):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("mhla_diffusion.pipelines.generate._write", full)
+    monkeypatch.setattr(Image.Image, "save", full)
     monkeypatch.setenv("RANK", "1")
     arguments = ["--pipeline", saved, "--num-images", 2, "--steps", 1, "--device", "cpu", "--out", tmp_path / "out"]
     assert run_script(*arguments) == 2

@@ -1,0 +1,137 @@
+"""Any diffusers pipeline as generation sees it: loading it, what it makes, and what its call takes.
+
+No family is known here: everything is read off the pipeline's class, its call and its components.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from diffusers import DiffusionPipeline
+
+from ..devices import usable_device
+from ..errors import UserError
+
+OWN_KEYS = {"name", "seed_index"}  # of conditions, not of the pipeline's call
+
+
+def process_state(cpu: bool = False) -> PartialState:
+    """This process among those of `accelerate launch` or `torchrun`; alone otherwise."""
+    # Processes wait for the slowest one, which on a shared machine may take longer than torch's ten minutes.
+    options = {"timeout": timedelta(days=7)} if int(os.environ.get("WORLD_SIZE", 1)) > 1 else {}
+    return PartialState(cpu=cpu, **options)
+
+
+def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None = None) -> DiffusionPipeline:
+    """Load a pipeline, with or without MHLA, onto a device.
+
+    Args:
+        path: a folder of `save_pretrained`, or a hub id.
+        dtype: "float32", "bfloat16" or "float16".
+        device: default: this process's GPU if there is one.
+
+    Raises:
+        UserError: there is no pipeline at `path`.
+    """
+    path, place = str(path), usable_device(device) if device else process_state().device
+    if Path(path).exists() and not (Path(path) / "model_index.json").is_file():
+        raise UserError(f"{path!r} is not a saved pipeline: it holds no model_index.json")
+    if not Path(path).exists() and (path.count("/") != 1 or path.startswith((".", "/", "~"))):
+        raise UserError(f"the pipeline {path!r} does not exist, and it is not a hub id (owner/name)")
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, dtype))
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"the pipeline {path!r} could not be loaded: {reason}") from None
+    return pipeline.to(place)
+
+
+def fingerprint(pipeline: DiffusionPipeline) -> str:
+    """A short hash of a pipeline's weights (a sample of each tensor) and of its scheduler's settings."""
+    digest = hashlib.sha256()
+    for name, component in sorted(pipeline.components.items()):
+        if isinstance(component, torch.nn.Module):
+            for key, value in component.state_dict().items():
+                if value.is_meta:  # offloaded
+                    continue
+                flat = value.detach().flatten()
+                sample = flat[:: max(1, flat.numel() // 256)].float().cpu()
+                digest.update(f"{name}.{key} {tuple(value.shape)}".encode() + sample.numpy().tobytes())
+        elif name == "scheduler":
+            digest.update(json.dumps(dict(component.config), sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:12]
+
+
+def call_parameters(pipeline: DiffusionPipeline) -> dict[str, inspect.Parameter]:
+    """The parameters of a pipeline's call by name."""
+    return dict(inspect.signature(type(pipeline).__call__).parameters)
+
+
+def makes_videos(pipeline: DiffusionPipeline) -> bool:
+    """Whether a pipeline's call returns `.frames`, as those of diffusers that have a processor for videos."""
+    return hasattr(pipeline, "video_processor") or "num_frames" in call_parameters(pipeline)
+
+
+def call_arguments(pipeline: DiffusionPipeline, conditions: list[dict[str, Any]], options: dict[str, Any]) -> dict:
+    """The arguments of the pipeline's call that all items share; refuses what it does not take, before any work."""
+    name, parameters = type(pipeline).__name__, call_parameters(pipeline)
+    keys = conditions[0].keys() - OWN_KEYS
+    for index, condition in enumerate(conditions):
+        if condition.keys() - OWN_KEYS != keys:
+            raise UserError(f"item {index} has {sorted(condition)}, item 0 {sorted(conditions[0])}; all need the same")
+        if not isinstance(condition.get("seed_index", 0), int):
+            raise UserError(f"item {index} has seed_index={condition['seed_index']!r}, which must be a whole number")
+    call = {key: value for key, value in options.items() if value is not None}
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    for key in sorted(keys | call.keys()):
+        if key not in parameters and not takes_any:
+            raise UserError(f"{name} takes no {key}" + (f"; leave out {key}={call[key]}" if key in call else ""))
+    for key in ("num_inference_steps", "guidance_scale"):
+        if key in parameters:
+            call.setdefault(key, parameters[key].default)
+    if "guidance_scale" in call:
+        call["guidance_scale"] = float(call["guidance_scale"])
+    factor = getattr(pipeline, "vae_scale_factor_temporal", 1)
+    if (call.get("num_frames", 1) - 1) % factor:
+        lower = (call["num_frames"] - 1) // factor * factor + 1
+        raise UserError(
+            f"num_frames={call['num_frames']} must be a multiple of {factor} plus 1 for {name}; the nearest are "
+            f"{lower} and {lower + factor}"
+        )
+    if "prompt" in keys:
+        _check_text(pipeline, conditions, parameters)
+    if check := getattr(pipeline, "check_inputs", None):
+        known = {key: p.default for key, p in parameters.items() if p.default is not inspect.Parameter.empty}
+        known |= call | {key: conditions[0][key] for key in keys}
+        try:
+            check(**{key: known[key] for key in inspect.signature(check).parameters if key in known})
+        except ValueError as error:
+            raise UserError(f"{name}: {' '.join(str(error).split())}") from None
+    return call
+
+
+def _check_text(pipeline: DiffusionPipeline, conditions: list[dict[str, Any]], parameters: dict) -> None:
+    """Refuse prompts where nothing can read them; say which ones are cut off."""
+    if getattr(pipeline, "text_encoder", pipeline) is None or getattr(pipeline, "tokenizer", pipeline) is None:
+        raise UserError(f"this {type(pipeline).__name__} has no text encoder to read prompts with")
+    if "max_sequence_length" not in parameters or not hasattr(pipeline, "tokenizer"):
+        return
+    limit = parameters["max_sequence_length"].default
+    lengths = [len(tokens) for tokens in pipeline.tokenizer([c["prompt"] for c in conditions]).input_ids]
+    if long := [index for index, length in enumerate(lengths) if length > limit]:
+        warnings.warn(
+            f"{len(long)} of {len(lengths)} prompts are longer than the {limit} tokens that the pipeline reads and are "
+            f"cut off there; the first is number {long[0]} with {lengths[long[0]]} tokens",
+            stacklevel=4,
+        )
