@@ -7,7 +7,6 @@ temporal flickering, which VBench's static filter then chooses five from (Vchite
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import re
@@ -47,15 +46,6 @@ class Prompt:
     def samples(self) -> int:
         """How many videos are made of it."""
         return FLICKERING_SAMPLES if "temporal_flickering" in self.dimensions else SAMPLES
-
-
-def suite_of_package() -> Path | None:
-    """`VBench_full_info.json` of the installed package `vbench`, or None."""
-    spec = importlib.util.find_spec("vbench")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / "VBench_full_info.json").is_file():
-            return Path(folder) / "VBench_full_info.json"
-    return None
 
 
 def read_suite(
@@ -119,7 +109,10 @@ def video_name(prompt: str, sample: int) -> str:
 
 
 def awkward_names(prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Prompt → the stem of its videos' names, for those prompts whose videos VBench's own listing would not find."""
+    """Prompt → the stem of its videos' names, for those prompts that cannot be file names.
+
+    VBench's own listing of a folder does not find these videos; `evaluate_videos` does.
+    """
     stems = {prompt.text: video_name(prompt.text, 0).removesuffix("-0") for prompt in prompts}
     return {text: stem for text, stem in stems.items() if stem != text}
 
