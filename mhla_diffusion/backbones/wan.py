@@ -128,12 +128,23 @@ class WanFamily(Family):
     def posterior(self, components: Mapping[str, Any], images: Tensor) -> dict[str, Tensor]:
         """Videos (B, 3, F, H, W) with F = 4k + 1 frames, or images (B, 3, H, W), to latents (B, C, k + 1, H/8, W/8).
 
-        Without "std": Wan was trained on the VAE's mean.
+        Each channel is shifted and scaled as WanPipeline undoes it before decoding. Without "std": Wan was trained on
+        the VAE's mean.
+
+        Raises:
+            UserError: for frames, heights and widths that the VAE would cut off or fill up.
         """
         videos = images if images.ndim == 5 else images.unsqueeze(2)
         vae = components.get("vae")
         if vae is None:
             return {"mean": videos}
+        frames, height, width = videos.shape[2:]
+        if frames % vae.config.scale_factor_temporal != 1:
+            raise UserError(f"videos have {frames} frames; Wan's VAE takes {vae.config.scale_factor_temporal}k + 1.")
+        if height % vae.config.scale_factor_spatial or width % vae.config.scale_factor_spatial:
+            raise UserError(
+                f"videos are {height}×{width} pixels; Wan's VAE takes multiples of {vae.config.scale_factor_spatial}."
+            )
         latents = vae.encode(videos.to(vae.dtype)).latent_dist.mean
         mean, std = (
             torch.tensor(values).to(latents).view(1, -1, 1, 1, 1)
@@ -300,14 +311,29 @@ class WanObjective(FlowMatchingObjective):
     it is not given, unlike in guidance).
     """
 
+    def prepare(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        conditions: Mapping[str, Tensor],
+        generators: Sequence[torch.Generator],
+    ) -> dict[str, Any]:
+        patch = model.config.patch_size
+        if any(length % part for length, part in zip(latents.shape[2:], patch, strict=True)):
+            raise UserError(
+                f"latents are {'×'.join(map(str, latents.shape[2:]))} (frames × height × width), which the model's "
+                f"patches of {'×'.join(map(str, patch))} do not divide; choose other heights and widths (multiples of "
+                "16 pixels for Wan2.1)."
+            )
+        return super().prepare(model, latents, conditions, generators)
+
     def condition(self, conditions: Mapping[str, Tensor], dropped: Tensor) -> dict[str, Tensor]:
         embeds, _ = drop_captions(conditions["prompt_embeds"], dropped, conditions.get("null_embeds"))
         return {"encoder_hidden_states": embeds}
 
     def predict(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        return model(
-            inputs["noisy"], timestep=inputs["timestep"], encoder_hidden_states=inputs["encoder_hidden_states"]
-        ).sample
+        noisy, embeds = inputs["noisy"], inputs["encoder_hidden_states"]
+        return model(noisy, timestep=inputs["timestep"], encoder_hidden_states=embeds.to(noisy.dtype)).sample
 
 
 # The original format ------------------------------------------------------------------------------------------------
