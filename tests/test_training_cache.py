@@ -307,7 +307,8 @@ def test_a_cache_that_does_not_fit_the_config_is_refused(tmp_path, config, chang
         from mhla_diffusion.training.sources import check_sources, open_source
 
         with pytest.raises(UserError, match=message):
-            check_sources([open_source(str(tmp_path / "cache"), "data.train", 16, 3, True)], family_named("wan"), {})
+            source = open_source(str(tmp_path / "cache"), "data.train", config().data, family_named("wan"), flip=True)
+            check_sources([source], family_named("wan"), {})
         return
     with pytest.raises(UserError, match=message) as caught:
         finetune(config(**changes))

@@ -9,8 +9,10 @@ import pytest
 import torch
 from training_runs import losses, make_images, tiny_config
 
+from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import finetune
+from mhla_diffusion.training.config import DataOptions
 from mhla_diffusion.training.data import ImageFolder, read_batches, sample_generator
 from mhla_diffusion.training.hf_datasets import DatasetImages, is_dataset
 from mhla_diffusion.training.sources import open_source
@@ -57,7 +59,13 @@ def as_webdataset(images, out):
 def test_a_dataset_gives_the_samples_of_the_folder_it_was_made_from(tmp_path, write):
     images = make_images(tmp_path / "images")
     folder = ImageFolder(images, size=8, channels=1, flip=True)
-    source = open_source(str(write(images, tmp_path / "data")), "data.train", 8, 1, True)
+    source = open_source(
+        str(write(images, tmp_path / "data")),
+        "data.train",
+        DataOptions(size=8, channels=1),
+        family_named("dit"),
+        flip=True,
+    )
     assert isinstance(source, DatasetImages) and len(source) == len(folder)
     assert source.class_names == folder.class_names and source.latent_shape is None
     for index in range(len(folder)):
@@ -141,4 +149,4 @@ def test_what_can_be_a_dataset_is_told_from_paths(tmp_path):
     assert is_dataset("owner/name") and is_dataset("owner/name:test")
     assert not is_dataset("name") and not is_dataset("a/b/c") and not is_dataset(str(tmp_path / "images"))
     with pytest.raises(UserError, match="data.train is 'nowhere', which is not a folder; an image folder .* expected"):
-        open_source("nowhere", "data.train", 8, 3, False)
+        open_source("nowhere", "data.train", DataOptions(size=8), family_named("dit"), flip=False)

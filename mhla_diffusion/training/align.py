@@ -27,18 +27,18 @@ from ..errors import UserError
 from ..processor import MHLAProcessor
 from .checkpoints import disk_errors, load_checkpoint, on_main_process, save_checkpoint
 from .config import TrainConfig, config_to_dict
-from .data import BatchPlan, ImageSource, SampleOrder, read_batches, sample_generator
+from .data import BatchPlan, read_batches, sample_generator, sample_order
+from .encoding import Encoder
+from .learning import parameter_groups
 from .metrics import MetricLog, peak_memory_gib
-from .model import parameter_groups
 
 
 def align_layers(
     config: TrainConfig,
     family: Family,
     model: nn.Module,
-    components: dict[str, Any],
     objective: Objective,
-    source: ImageSource,
+    encoder: Encoder,
     accelerator: Accelerator,
     resume: bool = False,
     stopping: Callable[[], bool] = lambda: False,
@@ -57,7 +57,7 @@ def align_layers(
     Raises:
         UserError: when a loss is not finite, or the data are not those of the saved state.
     """
-    options, last = config.train, config.train.align_steps
+    options, last, source = config.train, config.train.align_steps, encoder.source
     folder = Path(config.output_dir)
     seed = sample_generator(options.seed, "align").initial_seed()
     layers = mhla_layers(family, model)
@@ -91,7 +91,7 @@ def align_layers(
         accelerator.print(f"going on with the alignment from step {step}")
 
     plan = BatchPlan(
-        SampleOrder(len(source), seed),
+        sample_order(source, seed, options.batch_size),
         options.batch_size,
         options.gradient_accumulation,
         accelerator.process_index,
@@ -133,11 +133,7 @@ def align_layers(
             step += 1
             sums.clear()
             for _ in range(options.gradient_accumulation):
-                batch = next(batches)
-                generators = batch.generators(seed)
-                conditions = {name: value.to(accelerator.device) for name, value in batch.conditions.items()}
-                latents = batch.latents(family, components, generators, accelerator.device)
-                inputs = objective.prepare(model, latents, conditions, generators)
+                inputs = encoder.inputs(next(batches), model, objective, seed)
                 with accelerator.autocast(), fitting(layers, teachers, fit):
                     add("align/teacher_loss", objective.loss(model, inputs)["loss"].mean())
 

@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
@@ -98,8 +98,8 @@ def cache_latents(
     out, data = Path(out), config.data
     if (Path(data.train) / INDEX).is_file():
         raise UserError(f"data.train {data.train} is a cache already; the images themselves are expected")
-    source = open_images(data.train, "data.train", data.size, data.channels, flip=False)
     family = family_named(config.model.family)
+    source = open_images(data.train, "data.train", data, family, flip=False)
     components = load_components(config.model, only=("vae",))
     if "vae" not in components:
         raise UserError(
@@ -268,6 +268,11 @@ class CachedLatents:
         UserError: when the cache is not finished, damaged, or of another size, channels or flip.
     """
 
+    captioned = False
+    text_cached = False
+    shared_conditions: ClassVar[dict[str, torch.Tensor]] = {}
+    shapes: list[tuple[int, ...]] | None = None
+
     def __init__(
         self, root: str | Path, size: int, channels: int = 3, flip: bool = False, class_names: list[str] | None = None
     ):
@@ -309,6 +314,9 @@ class CachedLatents:
 
     def __len__(self) -> int:
         return self.starts[-1]
+
+    def shape_of(self, index: int) -> int:
+        return 0
 
     def check(self, family: Family, components: Mapping[str, Any]) -> None:
         """Raise `UserError` unless the latents are of `family` and of the VAE in `components`."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,6 +46,10 @@ class DatasetImages:
     """
 
     latent_shape = None
+    captioned = False
+    text_cached = False
+    shared_conditions: ClassVar[dict[str, torch.Tensor]] = {}
+    shapes: list[tuple[int, ...]] | None = None
 
     def __init__(
         self, name: str, size: int, channels: int = 3, flip: bool = False, class_names: list[str] | None = None
@@ -89,6 +93,9 @@ class DatasetImages:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def shape_of(self, index: int) -> int:
+        return 0
 
     def read(self, index: int, generator: torch.Generator) -> Sample:
         row: dict[str, Any] = self.rows[index]

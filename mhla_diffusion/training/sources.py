@@ -8,20 +8,27 @@ from typing import Any
 
 from ..backbones.family import Family
 from .cache import INDEX, CachedLatents
+from .config import DataOptions
 from .data import ImageSource
 from .images import open_images
 
 
 def open_source(
-    path: str, key: str, size: int, channels: int, flip: bool, class_names: list[str] | None = None
+    path: str,
+    key: str,
+    options: DataOptions,
+    family: Family,
+    *,
+    flip: bool,
+    class_names: list[str] | None = None,
 ) -> ImageSource:
-    """The data set at `path`, the value of config key `key`.
+    """The data set at `path`, the value of config key `key`, as `options` ask for it and `family` takes it.
 
     Raises `UserError` where there is none, or one that does not give what the other arguments ask for.
     """
     if path and (Path(path) / INDEX).is_file():
-        return CachedLatents(path, size, channels, flip, class_names)
-    return open_images(path, key, size, channels, flip, class_names)
+        return CachedLatents(path, options.size, options.channels, flip, class_names)
+    return open_images(path, key, options, family, flip=flip, class_names=class_names)
 
 
 def check_sources(sources: Sequence[ImageSource | None], family: Family, components: Mapping[str, Any]) -> bool:

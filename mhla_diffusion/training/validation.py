@@ -1,4 +1,4 @@
-"""What a run looks at now and then: a grid of images from fixed seeds, and the loss on held-out images."""
+"""What a run looks at now and then: a grid of samples from fixed seeds, and the loss on held-out data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from diffusers.training_utils import EMAModel
 from PIL import Image
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from ..backbones import family_named
 from ..backbones.family import Family, Objective
+from ..errors import UserError
+from .checkpoints import learning_weights
 from .config import TrainConfig, ValidationOptions
 from .data import ImageSource, read_batches, sample_generator
-from .model import load_saved
-from .sources import check_sources, open_source
+from .encoding import Encoder, open_components, sample_conditions
+from .model import load_components, load_saved
+from .sources import open_source
 
 
 @contextlib.contextmanager
@@ -29,10 +33,10 @@ def averaged_weights(model: nn.Module, ema: EMAModel | None) -> Iterator[None]:
     """The model with its moving-average weights and in eval mode, for as long as the block lasts."""
     was_training = model.training
     model.eval()
-    kept = None
+    learning = list(learning_weights(model).values()) if ema is not None else []
+    kept = [parameter.detach().clone() for parameter in learning]
     if ema is not None:
-        kept = [parameter.detach().clone() for parameter in model.parameters()]
-        ema.copy_to(model.parameters())
+        ema.copy_to(learning)
     try:
         # A sampler's batch sizes differ from training's: compiling for them would take longer than they do.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -41,11 +45,39 @@ def averaged_weights(model: nn.Module, ema: EMAModel | None) -> Iterator[None]:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # a forward pass without a backward one leaves the outermost weights gathered
-        if kept is not None:
-            with torch.no_grad():
-                for parameter, value in zip(model.parameters(), kept, strict=True):
-                    parameter.copy_(value)
+        with torch.no_grad():
+            for parameter, value in zip(learning, kept, strict=True):
+                parameter.copy_(value)
         model.train(was_training)
+
+
+# Samples -------------------------------------------------------------------------------------------------------------
+
+
+def grid_conditions(encoder: Encoder, config: TrainConfig) -> dict[str, Tensor]:
+    """What the grid's samples are conditioned on, one row each, and null conditions: encoded once, at the start.
+
+    Classes or captions that the config names, else all classes in turn or the first captions of the encoder's source.
+    Rows are repeated where there are fewer than samples.
+    """
+    options, family = config.validation, encoder.family
+    if not family.takes_text:
+        labels = options.labels or list(range(len(encoder.source.class_names)))
+        return {"class_labels": torch.tensor(labels, device=encoder.device)}
+    if not options.prompts:
+        return sample_conditions(encoder, options.images, config.train.seed)
+    if not encoder.components.keys() >= {*family.text_components}:  # training itself reads a cache
+        components = load_components(config.model, only=family.text_components)
+        encoder = Encoder(family, components, config.data, encoder.source, encoder.device, encoder.say)
+    return encoder.encode(options.prompts) | encoder.null
+
+
+def sample_shape(source: ImageSource, config: TrainConfig) -> tuple[int, ...]:
+    """The shape of the grid's samples, (height, width) or (frames, height, width): that of the source's first one."""
+    if source.shapes is not None:
+        return tuple(source.shapes[source.shape_of(0)])
+    square = (config.data.size, config.data.size)
+    return square if config.data.num_frames == 1 else (config.data.num_frames, *square)
 
 
 def validation_grid(
@@ -53,99 +85,54 @@ def validation_grid(
     model: nn.Module,
     components: dict[str, Any],
     options: ValidationOptions,
-    num_classes: int,
+    conditions: dict[str, Tensor],
+    shape: tuple[int, ...],
     seed: int,
     accelerator: Accelerator,
+    videos: Path | None = None,
+    fps: float = 16.0,
 ) -> Image.Image:
-    """Images that depend on `seed` and their place in the grid only, made by all processes together, in one picture."""
-    pipeline = family.build_pipeline(model, components)
+    """Samples that depend on `seed` and their place in the grid only, made by all processes together, in one picture.
+
+    Of a video it shows the first, the middle and the last frame; all frames are in `videos`, a folder, as NN.mp4.
+    """
+    pipeline = family.build_pipeline(model, {k: v for k, v in components.items() if k not in family.text_components})
     pipeline.set_progress_bar_config(disable=True)
     total = options.images
-    # With sharded weights every process must make as many forward passes as the others: the last ones repeat an image.
+    # With sharded weights every process must make as many forward passes as the others: the last ones repeat a sample.
     share = -(-total // accelerator.num_processes)
     mine = [(accelerator.process_index * share + i) % total for i in range(share)]
-    images = pipeline(
-        **_grid_conditions(options, num_classes, mine),
+    rows = {name: value[[i % len(value) for i in mine]] for name, value in conditions.items()}
+    output = pipeline(
+        **family.pipeline_arguments(rows, shape),
         generator=[sample_generator(seed, "image", i) for i in mine],
         num_inference_steps=options.num_inference_steps,
         guidance_scale=options.guidance_scale,
         output_type="pil",
-    ).images
-    pixels = torch.from_numpy(np.stack([np.asarray(image) for image in images])).to(accelerator.device)
+    )
+    samples = [np.stack(frames) for frames in output.frames] if hasattr(output, "frames") else output.images
+    arrays = [np.asarray(sample) for sample in samples]
+    if arrays[0].ndim == 4:  # frames
+        if videos is not None:
+            save_videos(arrays, mine, videos, fps)
+        arrays = [key_frames(array) for array in arrays]
+    pixels = torch.from_numpy(np.stack(arrays)).to(accelerator.device)
     return image_grid(list(accelerator.gather(pixels).cpu().numpy()[:total]))
 
 
-def validation_loss(
-    family: Family,
-    objective: Objective,
-    model: nn.Module,
-    components: dict[str, Any],
-    source: ImageSource,
-    options: ValidationOptions,
-    batch_size: int,
-    seed: int,
-    accelerator: Accelerator,
-) -> dict[str, float]:
-    """Mean loss and its parts over held-out images, each with the same noise and timestep every time it is called.
-
-    `model` may be the prepared one, so that the precision is that of training. Every process takes part.
-    """
-    total = min(len(source), options.loss_images)
-    rounds = -(-total // (batch_size * accelerator.num_processes))
-    plan = []
-    for i in range(rounds):
-        first = (i * accelerator.num_processes + accelerator.process_index) * batch_size
-        plan.append([(0, index % total) for index in range(first, first + batch_size)])
-    sums: dict[str, float] = {}
-    position = accelerator.process_index * batch_size
-    for batch in read_batches(source, plan, seed, num_workers=0):
-        counts = torch.arange(position, position + batch_size) < total
-        position += batch_size * accelerator.num_processes
-        generators = [sample_generator(seed, "validation", index) for _, index in batch.keys]
-        latents = batch.latents(family, components, generators, accelerator.device)
-        conditions = {name: value.to(accelerator.device) for name, value in batch.conditions.items()}
-        inputs = objective.prepare(accelerator.unwrap_model(model), latents, conditions, generators)
-        for name, values in objective.loss(model, inputs).items():
-            # In double precision, and therefore on the CPU: not every accelerator has it.
-            sums[name] = sums.get(name, 0.0) + values.detach().cpu()[counts].double().sum().item()
-    parts = gather_object([sums])
-    return {name: sum(part[name] for part in parts) / total for name in sorted(sums)}
+def key_frames(frames: np.ndarray) -> np.ndarray:
+    """The first, middle and last of (T, H, W, 3) frames beside each other, (H, 3·W, 3); a single frame as it is."""
+    chosen = sorted({0, len(frames) // 2, len(frames) - 1})
+    return np.concatenate([frames[i] for i in chosen], axis=1)
 
 
-def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]:
-    """Validation loss and its parts of a saved pipeline, on the held-out images and with the objective of `config`.
+def save_videos(videos: list[np.ndarray], names: list[int], folder: Path, fps: float) -> None:
+    """Write (T, H, W, 3) 8-bit frames as NN.mp4 in `folder`."""
+    from .video_files import write_mp4  # needs a video library, which images do without
 
-    The noise is that of a training run with the same config, so losses of different models can be compared.
-    """
-    source = open_source(config.data.train, "data.train", config.data.size, config.data.channels, False)
-    held_out = open_source(
-        config.data.validation or "",
-        "data.validation",
-        config.data.size,
-        config.data.channels,
-        False,
-        source.class_names,
-    )
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=config.train.mixed_precision)
-    options = dataclasses.replace(config.model, pretrained=str(pipeline), components=None, overrides={})
-    family, model, components = load_saved(options)
-    check_sources([held_out], family, components)
-    for part in (model, *components.values()):
-        if isinstance(part, nn.Module):
-            part.to(accelerator.device)
-    objective = family.objective(label_dropout=config.train.label_dropout, **config.train.objective)
-    with averaged_weights(model, None):
-        return validation_loss(
-            family,
-            objective,
-            model,
-            components,
-            held_out,
-            config.validation,
-            config.train.batch_size,
-            config.train.seed,
-            accelerator,
-        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, frames in zip(names, videos, strict=True):
+        write_mp4(frames, folder / f"{name:02d}.mp4", fps)
 
 
 def image_grid(images: list[np.ndarray], columns: int | None = None) -> Image.Image:
@@ -160,9 +147,150 @@ def image_grid(images: list[np.ndarray], columns: int | None = None) -> Image.Im
     return Image.fromarray(sheet)
 
 
-def _grid_conditions(options: ValidationOptions, num_classes: int, places: list[int]) -> dict[str, Any]:
-    """The pipeline's arguments for the images at `places` of the grid."""
-    if options.prompts:
-        return {"prompt": [options.prompts[i % len(options.prompts)] for i in places]}
-    labels = options.labels or list(range(num_classes))
-    return {"class_labels": [labels[i % len(labels)] for i in places]}
+# The loss ------------------------------------------------------------------------------------------------------------
+
+
+def validation_loss(
+    objective: Objective,
+    model: nn.Module,
+    encoder: Encoder,
+    options: ValidationOptions,
+    batch_size: int,
+    seed: int,
+    accelerator: Accelerator,
+) -> dict[str, float]:
+    """Mean loss and its parts over held-out samples, each with the same noise and timestep every time it is called.
+
+    `model` may be the prepared one, so that the precision is that of training. Every process takes part.
+    """
+    source = encoder.source
+    total = min(len(source), options.loss_images)
+    batches = batches_of_one_shape(source, total, batch_size)
+    rounds = -(-len(batches) // accelerator.num_processes)
+    mine = [round * accelerator.num_processes + accelerator.process_index for round in range(rounds)]
+    # Every process makes as many forward passes as the others; what is there to that end alone is not counted.
+    plan = [[(0, index) for index in batches[i % len(batches)][0]] for i in mine]
+    counts = [batches[i][1] if i < len(batches) else 0 for i in mine]
+    sums: dict[str, float] = {}
+    for count, batch in zip(counts, read_batches(source, plan, seed, num_workers=0), strict=True):
+        generators = [sample_generator(seed, "validation", index) for _, index in batch.keys]
+        latents, conditions = encoder(batch, generators)
+        inputs = objective.prepare(accelerator.unwrap_model(model), latents, conditions, generators)
+        for name, values in objective.loss(model, inputs).items():
+            # In double precision, and therefore on the CPU: not every accelerator has it.
+            sums[name] = sums.get(name, 0.0) + values.detach().cpu()[:count].double().sum().item()
+    parts = gather_object([sums])
+    return {name: sum(part[name] for part in parts) / total for name in sorted(sums)}
+
+
+def batches_of_one_shape(source: ImageSource, total: int, batch_size: int) -> list[tuple[list[int], int]]:
+    """The first `total` samples in batches whose samples are of one shape, each with the number of those that count.
+
+    The rest of a batch, which is there to fill it, are samples that come in another place too.
+    """
+    groups: dict[int, list[int]] = {}
+    for index in range(total):
+        groups.setdefault(source.shape_of(index), []).append(index)
+    batches = []
+    for indices in groups.values():
+        for first in range(0, len(indices), batch_size):
+            batch = indices[first : first + batch_size]
+            filling = [indices[i % len(indices)] for i in range(batch_size - len(batch))]
+            batches.append((batch + filling, len(batch)))
+    return batches
+
+
+def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]:
+    """Validation loss and its parts of a saved pipeline, on the held-out data and with the objective of `config`.
+
+    The noise is that of a training run with the same config, so losses of different models can be compared.
+    """
+    family = family_named(config.model.family)
+    source = open_source(config.data.train, "data.train", config.data, family, flip=False)
+    held_out = open_source(
+        config.data.validation or "",
+        "data.validation",
+        config.data,
+        family,
+        flip=False,
+        class_names=source.class_names,
+    )
+    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=config.train.mixed_precision)
+    options = dataclasses.replace(config.model, pretrained=str(pipeline), components=None, overrides={})
+    model = load_saved(options).to(accelerator.device)
+    components = open_components(options, config.data, family, [held_out], accelerator, pictures=False)
+    encoder = Encoder(family, components, config.data, held_out, accelerator.device)
+    objective = family.objective(label_dropout=config.train.label_dropout, **config.train.objective)
+    with averaged_weights(model, None):
+        return validation_loss(
+            objective, model, encoder, config.validation, config.train.batch_size, config.train.seed, accelerator
+        )
+
+
+# Both ----------------------------------------------------------------------------------------------------------------
+
+
+class Validation:
+    """The validations of one run: `loss` of the held-out data and `grid` of samples, with the averaged weights.
+
+    Raises `UserError` where samples are asked for that cannot be decoded.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        objective: Objective,
+        encoder: Encoder,
+        held_out: Encoder | None,
+        components: dict[str, Any],
+        accelerator: Accelerator,
+    ) -> None:
+        self.config, self.objective, self.held_out = config, objective, held_out
+        self.components, self.accelerator = components, accelerator
+        shown = held_out or encoder
+        self.family = shown.family
+        self.conditions: dict[str, Tensor] = {}
+        if config.validation.images:
+            if self.family.takes_text and "vae" not in components:
+                raise UserError(
+                    f"validation.images is {config.validation.images}, but no pipeline with a VAE is named to decode "
+                    "them; name one in model.components, or set it to 0"
+                )
+            self.conditions = grid_conditions(shown, config)
+            self.shape = sample_shape(shown.source, config)
+
+    def __call__(
+        self, prepared: nn.Module, ema: EMAModel | None, batch_size: int, videos: Path | None = None, **changes: Any
+    ) -> tuple[dict[str, float], Image.Image | None]:
+        """Held-out losses by name and the grid, where the run has them; every process must call it.
+
+        Args:
+            prepared: the model as it is trained.
+            batch_size: of the loss.
+            videos: folder for the grid's samples where they are videos.
+            **changes: of the config's validation options, for this call.
+        """
+        options, seed = dataclasses.replace(self.config.validation, **changes), self.config.train.seed
+        model = self.accelerator.unwrap_model(prepared)
+        values: dict[str, float] = {}
+        grid = None
+        with averaged_weights(model, ema):
+            if self.held_out is not None:
+                parts = validation_loss(
+                    self.objective, prepared, self.held_out, options, batch_size, seed, self.accelerator
+                )
+                values = {f"validation/{name}": value for name, value in parts.items()}
+            if options.images:
+                grid = validation_grid(
+                    self.family,
+                    model,
+                    self.components,
+                    options,
+                    self.conditions,
+                    self.shape,
+                    seed,
+                    self.accelerator,
+                    videos,
+                    self.config.data.fps,
+                )
+        return values, grid
