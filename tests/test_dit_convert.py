@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from mhla_diffusion import MHLAConfig, MHLADiTTransformer2DModel
 from mhla_diffusion.backbones import family_named
-from mhla_diffusion.backbones.dit import original_config, position_table
+from mhla_diffusion.backbones.dit_release import original_config, position_table
 from mhla_diffusion.convert import from_public, read_weights, to_public
 from mhla_diffusion.errors import UserError
 
@@ -156,7 +156,7 @@ def test_the_published_sizes_are_those_of_the_presets(size, side):
     with torch.device("meta"):
         preset = DIT.build_model(f"DiT-{size}/2", sample_size=2 * side)
     weights = DIT.to_original(preset)[0]
-    config = original_config(weights, {}, {})
+    config = original_config(weights, {}, {}, DIT.presets)
     assert config == {name: preset.config[name] for name in config}
 
 
