@@ -54,7 +54,8 @@ def test_a_pipeline_that_names_the_legacy_class_is_the_same_model(tmp_path):
     stock = disturb(small_dit())
     folder = as_published_on_the_hub(dit_pipeline(tmp_path / "hub", stock))
     for attention in ("softmax", "mhla"):
-        _, model, components = load_model(ModelOptions(pretrained=str(folder), attention=attention), 10)
+        options = ModelOptions(pretrained=str(folder), attention=attention)
+        model, components = load_model(options, 10)[1], load_components(options)
         weights = model.state_dict()
         assert all(torch.equal(weights[name], value) for name, value in stock.state_dict().items())
         assert components.keys() == {"vae", "scheduler"}
@@ -78,12 +79,14 @@ def test_an_original_release_file_is_a_start(tmp_path):
     options = {"pretrained": str(tmp_path / "DiT.pt"), "overrides": {"num_attention_heads": 2}}
     config = config_from_dict({"model": {**options, "attention": "softmax", "components": str(tmp_path / "pipe")}})
     dit_pipeline(tmp_path / "pipe")
-    family, model, components = load_model(config.model, 10)
+    family, model = load_model(config.model, 10)
+    components = load_components(config.model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert relative_error(output(model), written_out(weights, *original_inputs(), heads=2)) < 1e-5
     check_fit(family, model, components, 16, 3)
     said = []
-    _, model, components = load_model(ModelOptions(**options, mhla={"blocks": (2, 2)}), 3, said.append)
+    retrofit = ModelOptions(**options, mhla={"blocks": (2, 2)})
+    model, components = load_model(retrofit, 3, said.append)[1], load_components(retrofit)
     assert model.mhla_config.blocks == (2, 2) and model.config.num_embeds_ada_norm == 3
     assert said == ["the label table of 10 classes is replaced by a new one of 3; all else is kept"]
     with pytest.raises(UserError, match="or name the pipeline with its VAE in model.components"):

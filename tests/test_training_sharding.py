@@ -21,9 +21,9 @@ from training_runs import TINY
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.training.checkpoints import load_checkpoint, save_checkpoint
 from mhla_diffusion.training.config import TrainOptions
+from mhla_diffusion.training.learning import parameter_groups
 from mhla_diffusion.training.loop import export_pipeline
 from mhla_diffusion.training.metrics import mixing_statistics
-from mhla_diffusion.training.model import parameter_groups
 from mhla_diffusion.training.validation import averaged_weights
 
 OPTIONS = TrainOptions(lr=1e-3, mixing_lr=3.0)

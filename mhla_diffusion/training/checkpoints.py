@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..errors import UserError
 
 TEMPORARY = ".tmp-"
-ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
+ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")  # of torch's AdamW
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
 
@@ -208,17 +208,21 @@ def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()} | buffers
 
 
+def learning_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of `model` that are not frozen, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
 def named_ema(model: nn.Module, ema: EMAModel) -> dict[str, torch.Tensor]:
-    """The moving average by parameter name."""
-    names = [name for name, _ in model.named_parameters()]
-    return dict(zip(names, ema.shadow_params, strict=True))
+    """The moving average, which is of what learns, by parameter name."""
+    return dict(zip(learning_weights(model), ema.shadow_params, strict=True))
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimiser's state as `PARAMETER/STATE` tensors, e.g. `proj_out_2.weight/exp_avg`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
-        f"{names[id(parameter)]}/{key}": value
+        f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
         for parameter, values in optimizer.state.items()
         for key, value in values.items()
     }
@@ -227,6 +231,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 def _load_optimizer(tensors: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
     learning = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     parameters = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in learning}
+    if not isinstance(optimizer, torch.optim.AdamW):
+        _load_other_optimizer(tensors, parameters, optimizer, path)
+        return
     _check_names(tensors, {f"{name}/{key}" for name in parameters for key in ADAM_STATE}, path)
     for name, parameter in parameters.items():
         for key in ADAM_STATE:
@@ -234,6 +241,22 @@ def _load_optimizer(tensors: Any, model: nn.Module, optimizer: torch.optim.Optim
             value = _tensor_of_shape(tensors, f"{name}/{key}", () if key == "step" else like.shape, path)
             # Adam's step counter stays where torch keeps it; the averages live as the parameter does.
             optimizer.state[parameter][key] = value if key == "step" else _placed_like(value, like).clone()
+
+
+def _load_other_optimizer(
+    tensors: Any, parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, path: Path
+) -> None:
+    """The state of an optimiser that itself decides what it keeps of which parameter, as those in 8 bit do."""
+    keys: dict[str, list[str]] = {}
+    for name in tensors.keys():  # noqa: SIM118 (a safetensors file is not a dict)
+        parameter, _, key = name.rpartition("/")
+        keys.setdefault(parameter, []).append(key)
+    _check_names(keys, parameters.keys(), path)
+    for name, parameter in parameters.items():
+        state = {key: tensors.get_tensor(f"{name}/{key}") for key in keys[name]}
+        optimizer.state[parameter] = {
+            key: value.item() if key == "step" else value.to(parameter.device) for key, value in state.items()
+        }
 
 
 def _copy_all(source: Any, targets: dict[str, torch.Tensor], path: Path) -> None:

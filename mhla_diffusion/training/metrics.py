@@ -52,6 +52,10 @@ class MetricLog:
         if self.wandb and step > 0:  # it knows no steps below 0
             self.wandb.log(values, step=step)
 
+    def sample_folder(self, step: int) -> Path:
+        """Where the samples of a validation are that do not fit into its picture."""
+        return self.samples / f"step-{step:08d}"
+
     def picture(self, step: int, image: Image.Image) -> None:
         """Record a validation grid as samples/step-NNNNNNNN.png."""
         if not self.active:

@@ -1,10 +1,10 @@
-"""The model that a config asks for: built or loaded, retrofitted, given the data's classes; and what of it learns."""
+"""The model that a config asks for: built or loaded, retrofitted, given the data's classes; its pipeline's parts."""
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,13 @@ from ..convert import read_weights
 from ..errors import UserError
 from ..processor import MHLAConfig
 from ..retrofit import TRANSFORMERS, apply_mhla
-from .config import ModelOptions, TrainOptions
-from .metrics import mixing_parameters
+from .config import ModelOptions
 
 
 def load_model(
     options: ModelOptions, num_classes: int, say: Callable[[str], None] = print, align_steps: int = 0
-) -> tuple[Family, nn.Module, dict[str, Any]]:
-    """The family, the float32 transformer and the pipeline's other components (VAE, scheduler, …).
+) -> tuple[Family, nn.Module]:
+    """The family and the float32 transformer.
 
     Raises `UserError` for a family or preset that is unknown, a checkpoint that cannot be read or is of another family,
     and attention that the checkpoint cannot have; and, with `align_steps`, where no layer is replaced.
@@ -53,7 +52,7 @@ def load_model(
         if replaced is not None:
             say(f"the label table of {replaced} classes is replaced by a new one of {num_classes}; all else is kept")
 
-    return family, model, load_components(options)
+    return family, model
 
 
 @torch.no_grad()
@@ -64,18 +63,23 @@ def check_fit(
     size: int,
     channels: int,
     latent_shape: tuple[int, ...] | None = None,
+    shapes: Sequence[tuple[int, ...]] | None = None,
 ) -> None:
     """Raise `UserError` when images of `data.size` and `data.channels` do not give latents that the model takes.
 
-    `latent_shape` is that of cached latents; None encodes an image to know it.
+    Args:
+        latent_shape: that of cached latents, whose shapes have been encoded already; None encodes an image to know it.
+        shapes: in pixels, (…, height, width), where they are others than the square.
     """
     vae = components.get("vae")
     if vae is not None and channels != vae.config.in_channels:
         raise UserError(f"data.channels is {channels}, but the VAE takes {vae.config.in_channels}; set it to that")
     if latent_shape is None:
-        device = next(model.parameters()).device
-        latents = family.encode(components, torch.zeros(1, channels, size, size, device=device), [torch.Generator()])
-        latent_shape = tuple(latents.shape[1:])
+        device, side = next(model.parameters()).device, 64  # a small image, of a size that every VAE takes
+        latents = family.encode(components, torch.zeros(1, channels, side, side, device=device), [torch.Generator()])
+        factor = side // latents.shape[-1]
+        _check_sizes([(size, size)] if shapes is None else shapes, factor, model)
+        latent_shape = (latents.shape[1], size // factor, size // factor)
     wanted = model.config.in_channels
     if latent_shape[0] != wanted:
         source = f"data.channels={channels}" if vae is None else "the VAE"
@@ -84,33 +88,50 @@ def check_fit(
             f"{source} gives {latent_shape[0]} channels, but the model takes {wanted}; change it or "
             f"model.overrides.in_channels{hint}"
         )
-    side = getattr(model.config, "sample_size", None)
-    if side is not None and latent_shape[-1] != side:
+    if not family.one_size:
+        return
+    if shapes is not None:
+        raise UserError(f"data.buckets is set, but {family.name} makes square images of one size; set it to null")
+    side = model.config.sample_size
+    if latent_shape[-1] != side:
         raise UserError(
             f"data.size={size} gives latents of {latent_shape[-1]}×{latent_shape[-1]}, but the model is set to "
             f"{side}×{side}; set model.overrides.sample_size={latent_shape[-1]} or change data.size"
         )
 
 
-def load_saved(options: ModelOptions) -> tuple[Family, nn.Module, dict[str, Any]]:
-    """The family, transformer and components of `options.pretrained`, as they were saved."""
-    family = family_named(options.family)
-    model = _load_transformer(family, options.pretrained, options.overrides)
-    return family, model, load_components(options)
+def _check_sizes(shapes: Sequence[tuple[int, ...]], factor: int, model: nn.Module) -> None:
+    """Raise `UserError` for a height or width in pixels that the VAE's factor and the model's patches do not divide."""
+    patch = model.config.patch_size
+    step = factor * (patch if isinstance(patch, int) else patch[-1])
+    for *_, height, width in shapes:
+        if height % step or width % step:
+            raise UserError(
+                f"data.size or data.buckets gives samples of {height}×{width} pixels; multiples of {step} are accepted "
+                f"(the VAE divides by {factor}, the model's patches by {step // factor})"
+            )
 
 
-def load_components(options: ModelOptions, only: Collection[str] | None = None) -> dict[str, Any]:
+def load_saved(options: ModelOptions) -> nn.Module:
+    """The transformer of `options.pretrained`, as it was saved."""
+    return _load_transformer(family_named(options.family), options.pretrained, options.overrides)
+
+
+def load_components(
+    options: ModelOptions, only: Collection[str] | None = None, without: Collection[str] = ()
+) -> dict[str, Any]:
     """The parts of the pipeline at `options.components` (else `options.pretrained`) besides its transformer.
 
-    `only` names those that are wanted, None means all. Empty for a bare transformer or an original release's file.
-    What is loaded, and with which class, is up to diffusers; no module is imported because a checkpoint names it.
+    `only` names those that are wanted, None means all but those in `without`. Empty for a bare transformer or an
+    original release's file. What is loaded, and with which class, is up to diffusers; no module is imported because a
+    checkpoint names it.
     """
     path = options.components or options.pretrained
     if path is None or (path != options.components and Path(path).is_file()) or not _is_pipeline(path):
         return {}
     index = DiffusionPipeline.load_config(path)
     parts = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and name[0] != "_"}
-    skipped = {name for name in parts if name in TRANSFORMERS or (only is not None and name not in only)}
+    skipped = {name for name in parts if name in (*TRANSFORMERS, *without) or (only is not None and name not in only)}
     for name in parts.keys() - skipped:
         _check_library(path, name, parts[name][0])
     # By its own class: DiffusionPipeline would load a transformer that is optional although it is passed as None.
@@ -141,38 +162,6 @@ def _check_library(path: str, name: str, library: str | None) -> None:
             f"pipeline {path!r} takes its {name} from a module {library!r}, which is not imported because a checkpoint "
             "names it; parts of diffusers and transformers are accepted"
         )
-
-
-def choose_trainable(family: Family, model: nn.Module, options: TrainOptions) -> int:
-    """Freeze what `train.trainable` leaves out; return the number of parameters that learn."""
-    fixed = [p for p in model.parameters() if not p.requires_grad]  # mixing with learn_mixing=False stays fixed
-    if options.trainable != "all":
-        model.requires_grad_(False)
-        for block in family.blocks_of(model):
-            learning = block.attn1 if options.trainable == "attention" else block.attn1.processor
-            if isinstance(learning, nn.Module):
-                learning.requires_grad_(True)
-        for parameter in fixed:
-            parameter.requires_grad_(False)
-    count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if count == 0:
-        raise UserError(
-            f"train.trainable is {options.trainable!r}, but the model has no such weights; 'all' is accepted"
-        )
-    return count
-
-
-def parameter_groups(model: nn.Module, options: TrainOptions) -> list[dict[str, Any]]:
-    """AdamW groups: the mixing weights apart, with their own learning rate and no weight decay."""
-    mixing = [p for p in mixing_parameters(model) if p.requires_grad]
-    apart = {id(p) for p in mixing}
-    others = [p for p in model.parameters() if p.requires_grad and id(p) not in apart]
-    mixing_lr = options.lr if options.mixing_lr is None else options.mixing_lr
-    groups = [
-        {"params": others, "lr": options.lr, "weight_decay": options.weight_decay, "name": "weights"},
-        {"params": mixing, "lr": mixing_lr, "weight_decay": 0.0, "name": "mixing"},
-    ]
-    return [group for group in groups if group["params"]]
 
 
 def _mhla_config(options: ModelOptions, family: Family) -> MHLAConfig | None:
