@@ -21,15 +21,17 @@ from ..errors import UserError
 from ..processor import MHLAProcessor
 from .common import MHLAPipelineMixin
 
-BINNED_SAMPLE_SIZES = (16, 32, 64, 128)  # of the published models, whose aspect-ratio bins SanaPipeline knows
+# Of the published models, whose aspect-ratio bins SanaPipeline knows.
+BINNED_SAMPLE_SIZES = (16, 32, 64, 128)
+PUBLISHED_FACTOR = 32
 
 
 class MHLASanaPipeline(MHLAPipelineMixin, SanaPipeline):
     """SanaPipeline with `set_attn_processor`, for a model of any native size, with or without text encoder and VAE.
 
     Without tokenizer and text encoder it takes `prompt_embeds`; without a VAE it gives `output_type="latent"`. A model
-    whose `sample_size` is none of the published ones (16, 32, 64, 128 latent pixels) makes images of its native size
-    by default and has no aspect-ratio bins; else the call is that of SanaPipeline.
+    whose `sample_size` is none of the published ones (16, 32, 64, 128 latent pixels), or whose VAE has another factor
+    than 32, makes images of its native size by default, without aspect-ratio bins; else the call is SanaPipeline's.
     """
 
     _optional_components = ["tokenizer", "text_encoder", "vae"]
@@ -52,7 +54,7 @@ class MHLASanaPipeline(MHLAPipelineMixin, SanaPipeline):
         if self.vae is None and given.get("output_type") != "latent":
             raise UserError("this pipeline has no VAE; ask for output_type='latent', or load it with vae=….")
         sample_size = self.transformer.config.sample_size
-        if sample_size not in BINNED_SAMPLE_SIZES:
+        if sample_size not in BINNED_SAMPLE_SIZES or self.vae_scale_factor != PUBLISHED_FACTOR:
             native = sample_size * self.vae_scale_factor
             given = {"height": native, "width": native, "use_resolution_binning": False, **given}
         return super().__call__(**{name: value for name, value in given.items() if name != "self"})
