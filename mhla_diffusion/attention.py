@@ -6,18 +6,17 @@ token block b keeps a key-value summary S_b and a normaliser z_b; a query in blo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from . import kernels
 from .errors import UserError
-from .feature_maps import at_least_float32, no_autocast
+from .feature_maps import ELEMENTWISE, at_least_float32, no_autocast
+from .kernels.plain import Mixing, masked, saturating_cast
 from .layout import BlockLayout
-
-Mixing = Tensor | Sequence[Tensor]
 
 
 def mhla_attention(
@@ -30,6 +29,8 @@ def mhla_attention(
     eps: float = 1e-6,
     rotary: tuple[Tensor, Tensor] | None = None,
     key_mask: Tensor | None = None,
+    feature_map: str = "identity",
+    backend: str | None = None,
 ) -> Tensor:
     """Multi-head linear attention over token blocks, O(N D² + M² D²) time and O(M D²) memory per feature head.
 
@@ -44,32 +45,25 @@ def mhla_attention(
         rotary: (query, key) with rotary embedding applied; used in the numerator only, while the denominator stays
             nonnegative with the unrotated features.
         key_mask: (B, N) bool, True where a token may be attended to.
+        feature_map: "relu", "relu_eps" or "elu" where query and key are still to be mapped, which costs less here than
+            before; not together with `rotary`, which comes after φ.
+        backend: "plain" or "cpu" to force a way to compute; None takes that of the environment variable MHLA_BACKEND,
+            or the fastest. Results differ by rounding.
 
     Returns:
         (B, N, H, E) in `value`'s dtype. Sums run in float32 (float64 for float64 input), autocast or not; a float16
         result saturates instead of overflowing.
 
     Raises:
-        UserError: when shapes disagree.
+        UserError: when shapes disagree, or for a feature map or backend that cannot be used.
     """
     check_shapes(query, key, value, layout, rotary, key_mask)
     check_mixing(mixing, layout)
-    with no_autocast(query):
-        numerator_query, numerator_key = rotary if rotary is not None else (query, key)
-        key_blocks = _head_blocks(_masked(numerator_key, key_mask), layout)  # (B, H, M, L, D)
-        summaries = key_blocks.mT @ _head_blocks(value, layout, zero_padding=False)  # (B, H, M, D, E)
-        query_blocks = _head_blocks(numerator_query, layout, zero_padding=False)
-        out = query_blocks @ mix_blocks(summaries, mixing, layout)  # (B, H, M, L, E)
-        if normalize:
-            if rotary is not None:
-                key_blocks = _head_blocks(_masked(key, key_mask), layout)
-                query_blocks = _head_blocks(query, layout, zero_padding=False)
-            normaliser = mix_blocks(key_blocks.sum(dim=-2), mixing, layout)  # (B, H, M, D)
-            # einsum, because a batched matrix-vector product is several times slower on CPUs.
-            denominator = torch.einsum("bhmld,bhmd->bhml", query_blocks, normaliser)
-            out = out / (denominator.unsqueeze(-1) + eps)
-        out = layout.from_blocks(rearrange(out, "b h m l e -> b m l h e"))
-        return saturating_cast(out, value.dtype)
+    if feature_map not in ELEMENTWISE:
+        raise UserError(f"feature_map={feature_map!r} is not elementwise; known: {', '.join(ELEMENTWISE)}.")
+    if rotary is not None and feature_map != "identity":
+        raise UserError(f"feature_map={feature_map!r} must have been applied before rotary; leave it out.")
+    return kernels.attend(query, key, value, mixing, layout, normalize, eps, rotary, key_mask, feature_map, backend)
 
 
 def linear_attention(
@@ -87,11 +81,11 @@ def linear_attention(
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         numerator_query, numerator_key, values = (
             rearrange(at_least_float32(x), "b n h d -> b h n d")
-            for x in (numerator_query, _masked(numerator_key, key_mask), value)
+            for x in (numerator_query, masked(numerator_key, key_mask), value)
         )
         out = numerator_query @ (numerator_key.mT @ values)
         if normalize:
-            normaliser = at_least_float32(_masked(key, key_mask)).sum(dim=1)  # (B, H, D)
+            normaliser = at_least_float32(masked(key, key_mask)).sum(dim=1)  # (B, H, D)
             out = out / (rearrange(at_least_float32(query), "b n h d -> b h n d") @ normaliser.unsqueeze(-1) + eps)
         return saturating_cast(rearrange(out, "b h n e -> b n h e"), value.dtype)
 
@@ -131,37 +125,9 @@ def mhla_attention_matrix(
     return matrix
 
 
-def mix_blocks(summaries: Tensor, mixing: Mixing, layout: BlockLayout) -> Tensor:
-    """Σ_b m_ib x_b along the block axis (axis 2) of (B, H, M, ...); same shape and dtype."""
-    if isinstance(mixing, Tensor):
-        flat = summaries.flatten(3)
-        return (mixing.to(flat.dtype) @ flat).reshape(summaries.shape)
-    mixed = summaries.unflatten(2, layout.blocks)
-    for axis, matrix in enumerate(mixing, start=2):
-        mixed = torch.movedim(torch.tensordot(matrix.to(mixed.dtype), mixed, dims=([1], [axis])), 0, axis)
-    return mixed.reshape(summaries.shape)
-
-
 def full_mixing(mixing: Mixing) -> Tensor:
     """The (M, M) matrix: `mixing` itself, or the Kronecker product of its factors."""
     return mixing if isinstance(mixing, Tensor) else reduce(torch.kron, [m.contiguous() for m in mixing])
-
-
-def saturating_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in `dtype`; float16 saturates at its largest value, as diffusers' linear attention does, instead of inf."""
-    if dtype == torch.float16:
-        largest = torch.finfo(dtype).max
-        x = x.clamp(-largest, largest)
-    return x.to(dtype)
-
-
-def _head_blocks(tokens: Tensor, layout: BlockLayout, zero_padding: bool = True) -> Tensor:
-    """(B, N, H, D) to (B, H, M, L, D) in the accumulation dtype; padding of keys must be zero, others drop out."""
-    return at_least_float32(layout.to_blocks(rearrange(tokens, "b n h d -> b h n d"), 2, zero_padding))
-
-
-def _masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
-    return key if key_mask is None else key.masked_fill(~key_mask[:, :, None, None], 0)
 
 
 def check_shapes(

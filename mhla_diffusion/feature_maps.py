@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .errors import UserError, nearest
+
+SHIFT = 1e-6  # of relu_eps: no feature is ever zero
 
 
 class FeatureMap(nn.Module):
@@ -49,14 +52,14 @@ class ShiftedReluMap(FeatureMap):
     """φ(x) = max(x, 0) + 1e-6, the map of the released Wan-MHLA weights: no feature is ever zero."""
 
     def features(self, x: Tensor) -> Tensor:
-        return F.relu(at_least_float32(x)) + 1e-6
+        return shifted_relu(x)
 
 
 class EluMap(FeatureMap):
     """φ(x) = elu(x) + 1 (Katharopoulos et al. 2020, eq. 7)."""
 
     def features(self, x: Tensor) -> Tensor:
-        return F.elu(at_least_float32(x)) + 1
+        return shifted_elu(x)
 
 
 class IdentityMap(FeatureMap):
@@ -129,6 +132,30 @@ FEATURE_MAPS: dict[str, type[FeatureMap]] = {
     "identity": IdentityMap,
     "positive_random": PositiveRandomMap,
     "hedgehog": HedgehogMap,
+}
+
+
+def shifted_relu(x: Tensor) -> Tensor:
+    """max(x, 0) + 1e-6 in at least float32."""
+    return F.relu(at_least_float32(x)) + SHIFT
+
+
+def shifted_elu(x: Tensor) -> Tensor:
+    """elu(x) + 1 in at least float32."""
+    return F.elu(at_least_float32(x)) + 1
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """x."""
+    return x
+
+
+# The maps that treat every number alike: `mhla_attention` takes them by name, since its kernels apply them on the way.
+ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "relu_eps": shifted_relu,
+    "elu": shifted_elu,
+    "identity": unchanged,
 }
 
 
