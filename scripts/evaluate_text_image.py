@@ -54,23 +54,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def score(args: argparse.Namespace) -> dict:
-    from mhla_diffusion.evaluation import clip, evaluate_images, format_table
-    from mhla_diffusion.evaluation.captions import caption_set
+    from mhla_diffusion.evaluation import clip, format_table
+    from mhla_diffusion.evaluation.text_image import evaluate_text_image
 
-    options = {"batch_size": args.batch_size, "workers": args.workers, "device": args.device}
-    reference = args.reference
-    if reference and Path(reference).is_dir():
-        reference = caption_set(reference)
-    result = {}
-    if not args.no_clip:
-        model = args.clip or clip.DEFAULT_MODEL
-        result = clip.clip_score(args.generated, args.captions, model, dtype=args.dtype, **options)
-        print(clip.format_clip_score(result))
-    if reference:
-        metrics, weights = args.metrics.split(","), args.inception_weights
-        found = evaluate_images(args.generated, reference, args.features, metrics, inception_weights=weights, **options)
-        print(format_table(found))
-        result["reference"] = found
+    result = evaluate_text_image(
+        args.generated,
+        args.reference,
+        args.captions,
+        None if args.no_clip else args.clip or clip.DEFAULT_MODEL,
+        dtype=args.dtype,
+        features=args.features,
+        metrics=args.metrics.split(","),
+        inception_weights=args.inception_weights,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        device=args.device,
+    )
+    if "clip" in result:
+        print(clip.format_clip_score(result["clip"]))
+    if "reference" in result:
+        print(format_table(result["reference"]))
     return result
 
 
