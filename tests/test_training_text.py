@@ -1,0 +1,304 @@
+"""Fine-tuning models that take captions: where conditions come from, what learns, and that runs can be cut."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import sana_components
+import torch
+from diffusers import DiffusionPipeline, SanaPipeline
+from PIL import Image
+from safetensors.torch import load_file
+from text_runs import make_place, text_config
+from training_runs import losses, same_tensors, start_script
+
+from mhla_diffusion.backbones import family_named
+from mhla_diffusion.errors import UserError
+from mhla_diffusion.training import config_to_yaml, finetune, loop, read_metrics
+from mhla_diffusion.training.checkpoints import checkpoints
+from mhla_diffusion.training.config import DataOptions, TrainOptions
+from mhla_diffusion.training.data import Batch
+from mhla_diffusion.training.encoding import Encoder
+from mhla_diffusion.training.learning import choose_trainable
+
+SANA = family_named("sana")
+LAST = "checkpoints/step-00000004/{}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    return make_place(tmp_path_factory.mktemp("text"))
+
+
+class Cut(Exception):
+    """Stands for whatever ends a process."""
+
+
+def cut_at(monkeypatch, step):
+    """Let a run end before it takes the gradients of `step`."""
+    whole = loop.Learner.gradients
+
+    def gradients(self, number, *arguments):
+        if number == step:
+            raise Cut
+        return whole(self, number, *arguments)
+
+    monkeypatch.setattr(loop.Learner, "gradients", gradients)
+
+
+# The run -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_ends_in_a_pipeline_that_takes_prompts(place, tmp_path, capsys):
+    result = finetune(text_config(place, tmp_path / "run", {"validation": {"every": 2}}))
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert {"loss", "validation/loss", "mixing/mean"} <= rows[-1].keys()
+    assert Image.open(tmp_path / "run" / "samples" / "step-00000002.png").size == (128, 64)
+    said = capsys.readouterr().out
+    assert "parameters learn, on 8 samples with captions" in said
+    pipeline = DiffusionPipeline.from_pretrained(result.pipeline)
+    averaged = load_file(tmp_path / "run" / LAST.format("ema"))
+    assert all(torch.equal(averaged[name], p) for name, p in pipeline.transformer.named_parameters())
+    call = {"num_inference_steps": 1, "height": 64, "width": 64, "complex_human_instruction": None}
+    assert pipeline("red", **call).images[0].size == (64, 64)
+    before, after = (
+        load_file(folder / "text_encoder" / "model.safetensors") for folder in (place / "sana", result.pipeline)
+    )
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_run_that_was_cut_and_resumed_equals_one_that_was_not(place, tmp_path, monkeypatch):
+    finetune(text_config(place, tmp_path / "whole"))
+    with monkeypatch.context() as patch, pytest.raises(Cut):
+        cut_at(patch, 4)
+        finetune(text_config(place, tmp_path / "cut"))
+    finetune(text_config(place, tmp_path / "cut"), resume="latest")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for name in ("model", "ema", "optimizer"):
+        assert same_tensors(tmp_path / "cut" / LAST.format(name), tmp_path / "whole" / LAST.format(name))
+
+
+def test_two_processes_take_the_first_step_of_one(place, tmp_path):
+    quick = {"train": {"steps": 1}, "validation": {"images": 0}}
+    finetune(text_config(place, tmp_path / "one", quick))
+    (tmp_path / "two.yaml").write_text(config_to_yaml(text_config(place, tmp_path / "two", quick)))
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0",
+                "--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0")  # fmt: skip
+    two = start_script(tmp_path / "two.yaml", launcher=launcher)
+    _, err = two.communicate(timeout=300)
+    assert two.returncode == 0, err
+    (_, loss, norm), (_, same_loss, same_norm) = losses(tmp_path / "one")[0], losses(tmp_path / "two")[0]
+    assert same_loss == pytest.approx(loss, rel=1e-5)
+    assert same_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_a_retrofit_without_locality_starts_from_the_loss_of_the_stock_model(place, tmp_path):
+    runs = {
+        "stock": {"model": {"attention": "softmax", "mhla": {}}},  # the family's own attention
+        "mhla": {"model": {"mhla": {"locality": 0.0}}},
+        "local": {"model": {"mhla": {"locality": 1.0}}},
+    }
+    quick = {"train": {"steps": 1}, "validation": {"images": 0}}
+    first = {}
+    for name, changes in runs.items():
+        config = text_config(place, tmp_path / name, quick, changes)
+        if name == "stock":
+            config.model.mhla = {}
+        finetune(config)
+        first[name] = losses(tmp_path / name)[0][1]
+    assert first["mhla"] == pytest.approx(first["stock"], rel=1e-5)
+    assert abs(first["local"] - first["stock"]) > 1e-5 * first["stock"]
+
+
+def test_aligned_layers_of_a_text_model_fit_the_ones_they_replace(place, tmp_path):
+    changes = {"train": {"align_steps": 30, "steps": 1, "align_lr": 3e-3}, "validation": {"images": 0}}
+    finetune(text_config(place, tmp_path / "run", changes))
+    rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "align/loss" in row]
+    assert rows[-1]["align/loss"] < 0.7 * rows[0]["align/loss"]
+
+
+# Conditions ----------------------------------------------------------------------------------------------------------
+
+
+class Captions:
+    """Stands for a data set of captions."""
+
+    text_cached, shared_conditions = False, {}
+
+
+def sana_encoder(said=None, **options):
+    components = {"tokenizer": sana_components.small_tokenizer(), "text_encoder": sana_components.small_text_encoder()}
+    data = DataOptions(**{"max_tokens": 12, "instruction": ["say: "], **options})
+    say = (said if said is not None else []).append
+    return components, Encoder(SANA, components, data, Captions(), torch.device("cpu"), say)
+
+
+def test_captions_become_the_conditions_that_the_pipeline_makes_of_prompts():
+    components, encoder = sana_encoder()
+    batch = Batch(None, {}, {}, ["red", "two dogs"], [(0, 0), (0, 1)])
+    conditions = encoder.conditions(batch)
+    pipeline = SanaPipeline(**components, vae=None, transformer=None, scheduler=None)
+    embeds, mask, null, null_mask = pipeline.encode_prompt(
+        ["red", "two dogs"], max_sequence_length=12, complex_human_instruction=["say: "]
+    )
+    expected = {"prompt_embeds": embeds, "prompt_mask": mask, "null_embeds": null[:1], "null_mask": null_mask[:1]}
+    assert conditions.keys() == expected.keys()
+    assert all(torch.equal(conditions[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("instruction", [["say: "], []])
+def test_captions_that_lose_their_end_are_told_once_and_counted(instruction):
+    said = []
+    _, encoder = sana_encoder(said, instruction=instruction)
+    fits, long = "a" * 8, "b" * 30
+    encoder.encode([fits, "c"])
+    assert not said and (encoder.cut, encoder.captions) == (0, 2)
+    assert not torch.equal(encoder.encode([fits])["prompt_embeds"], encoder.encode([fits[:-1]])["prompt_embeds"])
+    for _ in range(2):
+        encoder.encode([fits, long])
+    assert len(said) == 1 and long in said[0]
+    assert (encoder.cut, encoder.captions) == (2, 8)
+
+
+def test_validation_prompts_change_the_pictures(place, tmp_path):
+    for name, prompts in (("first", []), ("same", ["red 0", "green 1"]), ("other", ["blue"])):
+        changes = {"train": {"steps": 1}, "validation": {"prompts": prompts, "guidance_scale": 8.0}}
+        finetune(text_config(place, tmp_path / name, changes))
+    first, same, other = (
+        (tmp_path / name / "samples" / "step-00000001.png").read_bytes() for name in ("first", "same", "other")
+    )
+    assert same == first != other
+
+
+def test_data_without_what_the_family_takes_are_refused(place, tmp_path):
+    from training_runs import make_images
+
+    make_images(tmp_path / "classes", size=64)
+    with pytest.raises(UserError, match="takes captions, but data.train has samples without one"):
+        finetune(
+            text_config(place, tmp_path / "run", {"data": {"train": str(tmp_path / "classes"), "validation": None}})
+        )
+    changes = {"model": {"family": "dit", "pretrained": None, "mhla": {"blocks": [2, 2]}}}
+    with pytest.raises(UserError, match="takes classes, but data.train has none"):
+        finetune(text_config(place, tmp_path / "run", changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"data": {"size": 60}}, "60×60 pixels; multiples of 8"),
+        ({"train": {"lora_rank": 2}}, "no linear layer is frozen"),
+        ({"model": {"pretrained": "NO TEXT"}}, "with a tokenizer, without which captions cannot be encoded"),
+    ],
+)
+def test_what_cannot_be_done_is_told_before_any_step(place, tmp_path, changes, said):
+    if "model" in changes:
+        parts = {"vae": sana_components.small_vae()}
+        SANA.build_pipeline(sana_components.small_transformer(), parts).save_pretrained(tmp_path / "NO TEXT")
+        changes = {"model": {"pretrained": str(tmp_path / "NO TEXT")}}
+    with pytest.raises(UserError, match=said):
+        finetune(text_config(place, tmp_path / "run", changes))
+    assert not checkpoints(tmp_path / "run" / "checkpoints")
+
+
+# What learns ---------------------------------------------------------------------------------------------------------
+
+LORA = {"train": {"lora_rank": 2, "trainable": "mhla"}}
+
+
+def test_with_lora_nothing_but_adapters_and_mhla_weights_learns(place, tmp_path, capsys):
+    result = finetune(text_config(place, tmp_path / "run", LORA, {"validation": {"images": 0}}))
+    said = capsys.readouterr().out
+    first, last = checkpoints(tmp_path / "run" / "checkpoints")
+    before, after = load_file(first / "model.safetensors"), load_file(last / "model.safetensors")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if ".lora_" in name or ".processor." in name}
+    adapters = sum(value.numel() for name, value in after.items() if ".lora_" in name)
+    # rank · (in + out) of q, k, v, out of 3 layers' self- and cross-attention, all 32 wide
+    assert adapters == 2 * 64 * 4 * 3 * 2
+    assert f"({adapters:,} of them in LoRA adapters)" in said
+    assert result.trainable_parameters == adapters + 3 * 4 * 4
+    assert set(load_file(last / "ema.safetensors")) == changed
+
+
+def test_a_lora_run_that_was_cut_and_resumed_equals_one_that_was_not(place, tmp_path, monkeypatch):
+    finetune(text_config(place, tmp_path / "whole", LORA))
+    with monkeypatch.context() as patch, pytest.raises(Cut):
+        cut_at(patch, 4)
+        finetune(text_config(place, tmp_path / "cut", LORA))
+    finetune(text_config(place, tmp_path / "cut", LORA), resume="latest")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for name in ("model", "ema", "optimizer"):
+        assert same_tensors(tmp_path / "cut" / LAST.format(name), tmp_path / "whole" / LAST.format(name))
+
+
+def test_the_pipeline_of_a_lora_run_is_the_stock_one_with_its_lora_file(place, tmp_path):
+    changes = {"model": {"attention": "softmax"}, "train": {**LORA["train"], "lr": 1e-2}, "validation": {"images": 0}}
+    config = text_config(place, tmp_path / "run", changes)
+    config.model.mhla = {}  # SANA's own attention, so that all that was learned is in the file
+    result = finetune(config)
+    inputs = sana_components.transformer_inputs(8, 8)
+    with torch.no_grad():
+        merged = DiffusionPipeline.from_pretrained(result.pipeline)
+        stock = SanaPipeline.from_pretrained(place / "sana")
+        without = stock.transformer(**inputs).sample
+        stock.load_lora_weights(tmp_path / "run" / "pipeline_lora")
+        expected = stock.transformer(**inputs).sample
+        assert not any("lora" in name for name, _ in merged.transformer.named_parameters())
+        torch.testing.assert_close(merged.transformer(**inputs).sample, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(without, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["sana", "wan", "dit"])
+def test_adapters_sit_on_the_frozen_attention_and_mlp_layers_of_the_blocks(family):
+    import dit_models
+    import wan_models
+
+    model = {
+        "sana": sana_components.small_transformer,
+        "wan": wan_models.stock_transformer,
+        "dit": dit_models.small_dit,
+    }[family]()
+    choose_trainable(family_named(family), model, TrainOptions(trainable="mhla", lora_rank=1))
+    adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    kinds = {".".join(name.split(".")[2:]) for name in adapted}
+    attention = {f"attn1.{part}" for part in ("to_q", "to_k", "to_v", "to_out.0")}
+    assert attention <= kinds
+    assert all(kind.startswith(("attn", "ff")) for kind in kinds)
+    assert all(".lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def test_attention_learns_beside_adapters_on_the_rest(place):
+    model = sana_components.small_transformer()
+    choose_trainable(SANA, model, TrainOptions(trainable="attention", lora_rank=1))
+    learning = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(".attn1." in name or ".lora_" in name for name in learning)
+    assert not any(".attn1." in name and ".lora_" in name for name in learning)
+    assert any(".attn2." in name for name in learning)
+
+
+def test_an_average_on_the_cpu_is_the_average_on_the_model(place, tmp_path):
+    for device in ("cpu", "model"):
+        finetune(text_config(place, tmp_path / device, {"train": {"ema_device": device}, "validation": {"images": 0}}))
+    assert same_tensors(tmp_path / "cpu" / LAST.format("ema"), tmp_path / "model" / LAST.format("ema"))
+
+
+def test_the_8_bit_optimiser_needs_its_package(place, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    with pytest.raises(UserError, match="pip install bitsandbytes"):
+        finetune(text_config(place, tmp_path / "run", {"train": {"optimizer": "adamw8bit"}}))
+
+
+def test_a_run_with_the_8_bit_optimiser_resumes_exactly(place, tmp_path, monkeypatch):
+    pytest.importorskip("bitsandbytes")
+    changes = {"train": {"optimizer": "adamw8bit"}, "validation": {"images": 0}}
+    finetune(text_config(place, tmp_path / "whole", changes))
+    with monkeypatch.context() as patch, pytest.raises(Cut):
+        cut_at(patch, 4)
+        finetune(text_config(place, tmp_path / "cut", changes))
+    finetune(text_config(place, tmp_path / "cut", changes), resume="latest")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for name in ("model", "ema", "optimizer"):
+        assert same_tensors(tmp_path / "cut" / LAST.format(name), tmp_path / "whole" / LAST.format(name))
