@@ -1,12 +1,16 @@
-"""Write a small real data set as image folders, ready for scripts/finetune.py and scripts/evaluate_fid.py.
+"""Write a small data set as folders of images or videos, ready for scripts/finetune.py and scripts/evaluate_fid.py.
 
     python scripts/prepare_data.py digits data/digits --size 16
     python scripts/prepare_data.py emoji data/emoji
+    python scripts/prepare_data.py moving-digits data/moving_digits
+    python scripts/prepare_data.py clips data/clips --videos DIR
 
 OUT/train/CLASS/… holds the training images and OUT/test/CLASS/… the held-out ones; the split is always the same.
 digits: 1,797 scanned handwritten digits that ship inside scikit-learn (no download), greyscale.
 emoji: about 3,800 Noto emoji of 64 pixels in their categories, with their names as captions in metadata.jsonl; fetched
 with npm.
+moving-digits: 200 captioned MP4s of coloured digits that bounce about (no download), without class folders.
+clips: short overlapping clips cut from a folder of longer captioned videos, whose last quarters are held out.
 """
 
 from __future__ import annotations
@@ -15,22 +19,29 @@ import argparse
 import sys
 
 from mhla_diffusion.errors import UserError
+from mhla_diffusion.training.clips import cut_clips
 from mhla_diffusion.training.datasets import write_digits, write_emoji
+from mhla_diffusion.training.moving_digits import write_moving_digits
+
+WRITERS = {"digits": write_digits, "emoji": write_emoji, "moving-digits": write_moving_digits, "clips": cut_clips}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", choices=("digits", "emoji"))
+    parser.add_argument("dataset", choices=WRITERS)
     parser.add_argument("out", metavar="OUT", help="folder to write; it must be new or empty")
-    parser.add_argument("--size", type=int, help="side of the images in pixels: digits 8 or 16 (default), emoji 64")
+    parser.add_argument("--size", type=int, help="side in pixels: digits 8 or 16 (default), all others 64")
+    parser.add_argument("--videos", metavar="DIR", help="clips: a folder of videos with captions in metadata.jsonl")
     arguments = parser.parse_intermixed_args()
     try:
-        write = {"digits": write_digits, "emoji": write_emoji}[arguments.dataset]
-        counts = write(arguments.out, **({} if arguments.size is None else {"size": arguments.size}))
+        if (arguments.dataset == "clips") != (arguments.videos is not None):
+            raise UserError("--videos names the videos that clips are cut from, and goes with no other data set")
+        places = [arguments.out] if arguments.videos is None else [arguments.videos, arguments.out]
+        counts = WRITERS[arguments.dataset](*places, **({} if arguments.size is None else {"size": arguments.size}))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{counts['train']:,} training and {counts['test']:,} held-out images in {arguments.out}")
+    print(f"{counts['train']:,} training and {counts['test']:,} held-out samples in {arguments.out}")
     return 0
 
 
