@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
 from .errors import UserError
 from .training.metrics import read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def read_curve(metrics: str | Path, name: str) -> tuple[list[int], list[float]]:
@@ -29,7 +33,7 @@ def plot_losses(runs: Mapping[str, str | Path], out: str | Path, starts: Mapping
         out: the PNG file.
         starts: label to the step at which its curve begins, for a run that goes on from another; default 0.
     """
-    figure, axes = _figure(7.0, 4.0)
+    figure, axes = new_figure(7.0, 4.0)
     for label, metrics in runs.items():
         start = (starts or {}).get(label, 0)
         steps, losses = read_curve(metrics, "loss")
@@ -42,7 +46,7 @@ def plot_losses(runs: Mapping[str, str | Path], out: str | Path, starts: Mapping
     axes.set_yscale("log")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def plot_ranges(
@@ -55,7 +59,7 @@ def plot_ranges(
         levels: label to a loss that is drawn as a dashed horizontal line.
         out: the PNG file.
     """
-    figure, axes = _figure(8.0, 4.5)
+    figure, axes = new_figure(8.0, 4.5)
     for label, runs in curves.items():
         steps = [step for step, _ in runs[0]]
         losses = np.array([[loss for _, loss in run] for run in runs])
@@ -68,7 +72,7 @@ def plot_ranges(
     axes.set_yscale("log")
     axes.grid(alpha=0.3, which="both")
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
 def plot_samples(rows: Mapping[str, Sequence[Image.Image]], columns: Sequence[str], out: str | Path) -> Path:
@@ -79,7 +83,7 @@ def plot_samples(rows: Mapping[str, Sequence[Image.Image]], columns: Sequence[st
         columns: column labels.
         out: the PNG file.
     """
-    figure, grid = _figure(0.9 * len(columns) + 2.0, 1.0 * len(rows) + 0.4, len(rows), len(columns))
+    figure, grid = new_figure(0.9 * len(columns) + 2.0, 1.0 * len(rows) + 0.4, len(rows), len(columns))
     for (label, images), line in zip(rows.items(), np.reshape(grid, (len(rows), len(columns))), strict=True):
         for axes, image, column in zip(line, images, columns, strict=True):
             axes.imshow(np.asarray(image), cmap="gray", interpolation="bicubic")
@@ -88,19 +92,21 @@ def plot_samples(rows: Mapping[str, Sequence[Image.Image]], columns: Sequence[st
             if axes.get_subplotspec().is_first_row():
                 axes.set_title(column, fontsize=10)
         line[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=10)
-    return _save(figure, out)
+    return save_figure(figure, out)
 
 
-def _figure(width: float, height: float, rows: int = 1, columns: int = 1) -> tuple:
+def new_figure(width: float, height: float, rows: int = 1, columns: int = 1, **options: Any) -> tuple[Figure, Any]:
+    """A figure of that many inches and its panels, as `Figure.subplots` gives them; it takes the options."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)  # no window, no global state
-    return figure, figure.subplots(rows, columns)
+    return figure, figure.subplots(rows, columns, **options)
 
 
-def _save(figure, out: str | Path) -> Path:
+def save_figure(figure: Figure, out: str | Path) -> Path:
+    """Write a PNG, whole or not at all."""
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")

@@ -1,0 +1,67 @@
+"""What a measuring process does: one job, whose events go back through a pipe.
+
+`jobs.py` starts a process for each job, so that memory that one candidate leaves behind cannot reach the next.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from . import models, operators
+from .measure import Call, MemoryMeter, interleaved, peak_of
+
+
+def work(job: Mapping[str, Any], events: Connection) -> None:
+    """Do a job and send its events; a refusal or a failure is the last one."""
+    try:
+        for event in run(job):
+            events.send(event)
+    except UserError as error:
+        events.send({"refused": str(error)})
+    except Exception:
+        events.send({"failed": traceback.format_exc()})
+
+
+def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Measure as a `jobs.Job` says and yield what happens, each event of one candidate ("variant")."""
+    meter = MemoryMeter(job["case"]["device"])
+    at_start = meter.in_use()
+    calls, weights, profile = _prepare(job)
+    if job["measure"] == "memory":
+        (name,) = calls
+        yield {"variant": name, "begin": True}
+        try:
+            before, peak = peak_of(calls[name], meter)
+        except torch.OutOfMemoryError:
+            yield {"variant": name, "error": "out of memory"}
+            return
+        memory = {"weights": weights, "call": peak - before, "peak": peak - at_start}
+        yield {"variant": name, "memory": memory}
+        return
+    failed = set()
+    events = interleaved(calls, job["repeats"], job["case"]["device"], job["budget"], job["before"])
+    for name, result in events:
+        if result is None:
+            yield {"variant": name, "begin": True}
+        elif isinstance(result, str):
+            failed.add(name)
+            yield {"variant": name, "error": result}
+        else:
+            yield {"variant": name, "seconds": result}
+    if job["profile"] and profile is not None:
+        for name in [name for name in calls if name not in failed]:
+            yield {"variant": name, "begin": True}
+            yield {"variant": name, "profile": profile(name)}
+
+
+def _prepare(job: Mapping[str, Any]) -> tuple[dict[str, Call], int, Any]:
+    if job["kind"] == "operator":
+        return operators.prepare(operators.OperatorCase(**job["case"]), job["variants"]), 0, None
+    prepared = models.prepare(models.ModelCase(**job["case"]), job["variants"])
+    return prepared.calls, prepared.weights, prepared.profile
