@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 import zipfile
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
@@ -151,7 +151,7 @@ def generate_images(
     try:
         missing = on_main_process(state, open_folder)
         claims = claims or Claims(out)
-        start, made = time.perf_counter(), 0
+        start, made = perf_counter(), 0
         with _quiet(pipeline), _bar(len(missing), videos, progress and state.is_main_process) as bar:
             todo = _share(missing, state, claims)
             for indices in _claimed_batches(todo, [out / file for file in files], claims, batch_size, bar):
@@ -162,7 +162,7 @@ def generate_images(
                     bar.update()
                 made += len(indices)
         made = sum(gather_object([made]))
-        seconds = time.perf_counter() - start
+        seconds = perf_counter() - start
         if npz and state.is_main_process:
             write_array(out, files)
     except OSError as error:
@@ -292,7 +292,7 @@ def _claimed_batches(
             yield batch
         elif claimed:
             bar.set_postfix_str("waiting for other processes")
-            time.sleep(POLL_SECONDS)
+            sleep(POLL_SECONDS)
         if not waiting:  # what others had claimed is there by now, or they were killed
             waiting, claimed = claimed, deque()
 
