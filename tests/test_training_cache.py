@@ -24,8 +24,11 @@ from wan_models import small_vae as wan_vae
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import config_from_dict, config_to_yaml, finetune, held_out_loss
-from mhla_diffusion.training.cache import CachedLatents, cache_latents, fingerprint
-from mhla_diffusion.training.data import ImageFolder, sample_generator
+from mhla_diffusion.training.cache import cache_latents
+from mhla_diffusion.training.cached import CachedLatents, fingerprint
+from mhla_diffusion.training.config import DataOptions
+from mhla_diffusion.training.data import sample_generator
+from mhla_diffusion.training.images import ImageFolder
 
 SHAPE = {"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 8, "num_layers": 2,
          "num_attention_heads": 2, "attention_head_dim": 8}  # fmt: skip
@@ -99,7 +102,7 @@ def test_a_run_from_images_goes_on_from_their_cache(tmp_path, config, workers):
 def test_samples_and_mirror_images_are_those_of_the_images(tmp_path, config):
     cached(config, tmp_path / "cache")
     images = ImageFolder(tmp_path / "images", 16, flip=True)
-    latents = CachedLatents(tmp_path / "cache", 16, flip=True)
+    latents = CachedLatents(tmp_path / "cache", DataOptions(size=16), flip=True)
     dit, vae = family_named("dit"), {"vae": small_vae()}
     assert len(latents) == len(images) == 21 and latents.class_names == images.class_names
     assert latents.fingerprint == images.fingerprint and latents.latent_shape == (4, 8, 8)
@@ -143,7 +146,7 @@ def test_validation_grids_decode_also_from_a_cache(tmp_path, config):
 def test_half_precision_halves_the_cache(tmp_path, config):
     cached(config, tmp_path / "full")
     cached(config, tmp_path / "half", dtype="float16")
-    full, half = (CachedLatents(tmp_path / name, 16, flip=True) for name in ("full", "half"))
+    full, half = (CachedLatents(tmp_path / name, DataOptions(size=16), flip=True) for name in ("full", "half"))
     assert half.read(3, sample_generator(0)).posterior["mean"].dtype == torch.float32
     torch.testing.assert_close(
         half.read(3, sample_generator(0)).posterior, full.read(3, sample_generator(0)).posterior, rtol=1e-3, atol=1e-3
@@ -162,7 +165,7 @@ def test_a_cache_without_mirror_images_is_half_as_large_and_captions_are_kept(tm
         "std",
         "conditions.class_labels",
     }
-    source = CachedLatents(tmp_path / "cache", 16)
+    source = CachedLatents(tmp_path / "cache", DataOptions(size=16))
     texts = [source.read(index, sample_generator(0)).text for index in range(21)]
     assert texts == [None] * 7 + ["a cat"] + [None] * 13
 
@@ -171,10 +174,12 @@ def test_held_out_latents_keep_the_training_classes(tmp_path, config):
     shutil.rmtree(make_pictures(tmp_path / "held out") / "class 0")
     cache_latents(config(data={"train": str(tmp_path / "held out")}), tmp_path / "held out cache", shard_size=5)
     cached(config, tmp_path / "cache")
-    source = CachedLatents(tmp_path / "held out cache", 16, class_names=["class 0", "class 1", "class 2"])
+    source = CachedLatents(
+        tmp_path / "held out cache", DataOptions(size=16), class_names=["class 0", "class 1", "class 2"]
+    )
     assert source.read(0, sample_generator(0)).conditions["class_labels"] == 1
     with pytest.raises(UserError, match="has class 'class 1', which the training images do not have"):
-        CachedLatents(tmp_path / "held out cache", 16, class_names=["class 0", "class 2"])
+        CachedLatents(tmp_path / "held out cache", DataOptions(size=16), class_names=["class 0", "class 2"])
     images, latents = (
         config(data={"validation": str(tmp_path / "held out")}),
         config(data={"train": str(tmp_path / "cache"), "validation": str(tmp_path / "held out cache")}),
@@ -214,7 +219,7 @@ def test_a_cache_that_was_cut_goes_on_with_what_is_missing(tmp_path, config, mon
         patch.setattr(family, "posterior", posterior)
         cached(config, tmp_path / "cut")
     with pytest.raises(UserError, match="cut is not finished; run scripts/cache_latents.py again"):
-        CachedLatents(tmp_path / "cut", 16)
+        CachedLatents(tmp_path / "cut", DataOptions(size=16))
     (tmp_path / "cut" / ".tmp-latents-00002.safetensors").write_bytes(b"half a sh")
     report = cache_latents(config(), tmp_path / "cut", batch_size=4, shard_size=5)
     assert report.images == 21 and report.encoded == 11
@@ -331,10 +336,13 @@ def test_a_cache_of_another_vae_is_refused(tmp_path, config):
 def test_flips_must_be_there_when_asked_for_and_may_be_there_when_not(tmp_path, config):
     cache_latents(config(data={"flip": False}), tmp_path / "plain", shard_size=5)
     with pytest.raises(UserError, match="made with data.flip=false, but data.flip is true"):
-        CachedLatents(tmp_path / "plain", 16, flip=True)
+        CachedLatents(tmp_path / "plain", DataOptions(size=16), flip=True)
     cached(config, tmp_path / "both")
     for index in range(5):
-        one, other = (CachedLatents(tmp_path / name, 16).read(index, sample_generator(0)) for name in ("plain", "both"))
+        one, other = (
+            CachedLatents(tmp_path / name, DataOptions(size=16)).read(index, sample_generator(0))
+            for name in ("plain", "both")
+        )
         torch.testing.assert_close(one.posterior, other.posterior, rtol=1e-4, atol=1e-5)
 
 

@@ -11,13 +11,11 @@ from training_runs import make_images
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training.data import (
     BatchPlan,
-    ImageFolder,
     SampleOrder,
-    centre_crop,
-    load_image,
     read_batches,
     sample_generator,
 )
+from mhla_diffusion.training.images import ImageFolder, centre_crop, load_image
 
 
 def plan_keys(rounds=1, num_processes=1, first_step=0, last_step=7, batch_size=12, num_images=17):
@@ -84,14 +82,42 @@ def test_about_half_of_the_images_are_mirrored_and_another_half_next_epoch(tmp_p
     assert not torch.equal(*mirrored)
 
 
+def damage(folder, *names):
+    for name in names:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_unreadable_image_is_named(tmp_path, workers):
-    source = ImageFolder(make_images(tmp_path / "images"), size=8)
-    broken = tmp_path / "images" / "1" / "3.png"
-    broken.write_bytes(broken.read_bytes()[:40])
+def test_a_damaged_image_is_told_once_and_the_next_one_stands_in_for_it(tmp_path, workers):
+    source = ImageFolder(make_images(tmp_path / "images"), size=8, flip=True)
+    damage(tmp_path / "images", "1/3.png", "1/4.png")
     index = [name for name, _ in source.files].index("1/3.png")
-    with pytest.raises(UserError, match=r"image .*1/3\.png cannot be read") as caught:
-        list(read_batches(source, [[(0, index)]], 0, workers))
+    plan = [[(0, index), (0, 0)], [(1, index + 1), (2, index)]]
+    with pytest.warns(UserWarning, match="another one is used in its place") as told:
+        one, other = read_batches(source, plan, 0, workers)
+    sentences = [str(warning.message) for warning in told]
+    assert sum("1/3.png cannot be read" in sentence for sentence in sentences) == 1
+    assert sum("1/4.png cannot be read" in sentence for sentence in sentences) == 1
+    assert sentences[-1] == "2 damaged samples were replaced by others"
+    assert one.keys == [(0, index), (0, 0)] and len(one.skipped) == 2 and len(other.skipped) == 3
+    stand_in = source.read(index + 2, sample_generator(0, "image", 0, index + 2))
+    assert torch.equal(one.images[0], stand_in.image)
+    assert torch.equal(one.conditions["class_labels"], torch.tensor([1, 0]))
+
+
+def test_too_many_damaged_images_end_the_reading(tmp_path):
+    source = ImageFolder(make_images(tmp_path / "images"), size=8)
+    damage(tmp_path / "images", *(f"{label}/{number}.png" for label in (0, 2) for number in range(0, 7, 2)))
+    order = [[(0, index)] for index in range(21)]
+    with pytest.warns(UserWarning, match="8 damaged samples were replaced"):
+        assert len(list(read_batches(source, order, 0, 0))) == 21
+    damage(tmp_path / "images", *(f"1/{number}.png" for number in range(0, 7, 2)))
+    with (
+        pytest.warns(UserWarning),
+        pytest.raises(UserError, match="11 or more of 21 samples cannot be read, which is too many") as caught,
+    ):
+        list(read_batches(source, order, 0, 0))
     assert "\n" not in str(caught.value)
 
 

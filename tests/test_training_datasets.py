@@ -16,8 +16,8 @@ from training_runs import ROOT
 
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import datasets
-from mhla_diffusion.training.data import ImageFolder
 from mhla_diffusion.training.datasets import write_digits, write_emoji
+from mhla_diffusion.training.images import ImageFolder
 
 
 def test_the_digits_are_scikit_learns_each_in_one_split_and_its_class(tmp_path):

@@ -13,8 +13,9 @@ from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import finetune
 from mhla_diffusion.training.config import DataOptions
-from mhla_diffusion.training.data import ImageFolder, read_batches, sample_generator
+from mhla_diffusion.training.data import read_batches, sample_generator
 from mhla_diffusion.training.hf_datasets import DatasetImages, is_dataset
+from mhla_diffusion.training.images import ImageFolder
 from mhla_diffusion.training.sources import open_source
 
 datasets = pytest.importorskip("datasets")
@@ -134,14 +135,13 @@ def test_classes_unknown_to_the_training_data_and_missing_splits_are_told(tmp_pa
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_image_is_named(tmp_path):
+def test_a_damaged_image_is_named_and_replaced(tmp_path):
     images = make_images(tmp_path / "images")
     broken = images / "1" / "3.png"
     broken.write_bytes(broken.read_bytes()[:40])
     source = DatasetImages(str(as_parquet(images, tmp_path / "data")), 8)
-    with pytest.raises(UserError, match="image 3.png cannot be read|image 1/3.png cannot be read"):
-        for index in range(len(source)):
-            source.read(index, sample_generator(0))
+    with pytest.warns(UserWarning, match="image (1/)?3.png cannot be read: .*another one is used in its place"):
+        assert len(list(read_batches(source, [[(0, index)] for index in range(21)], 0, 0))) == 21
 
 
 def test_what_can_be_a_dataset_is_told_from_paths(tmp_path):

@@ -7,26 +7,19 @@ over any number of processes and read by any number of workers without changing 
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
+import bisect
 import signal
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
 from torch.utils.data import DataLoader, Dataset
 
 from ..backbones.family import Family
 from ..errors import UserError
 from ..randomness import sample_generator as sample_generator
-
-IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-
 
 # Order ---------------------------------------------------------------------------------------------------------------
 
@@ -38,22 +31,75 @@ class SampleOrder:
     when the batch size does not divide their number.
     """
 
-    def __init__(self, num_images: int, seed: int):
-        self.num_images, self.seed = num_images, seed
+    def __init__(self, num_images: int, seed: int, *key: int | str):
+        self.num_images, self.seed, self.key = num_images, seed, key
         self._permutations: dict[int, list[int]] = {}
 
     def __getitem__(self, sample: int) -> tuple[int, int]:
         epoch, position = divmod(sample, self.num_images)
         if epoch not in self._permutations:
-            generator = sample_generator(self.seed, "order", epoch)
+            generator = sample_generator(self.seed, "order", *self.key, epoch)
             permutation = torch.randperm(self.num_images, generator=generator).tolist()
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1} | {epoch: permutation}
         return epoch, self._permutations[epoch][position]
 
 
-def sample_order(source: ImageSource, seed: int, batch_size: int) -> SampleOrder:
+class BucketOrder:
+    """The endless sequence of samples of a source with several shapes: every `batch_size` of them are of one shape.
+
+    Each shape has its own sequence of permutations, as in `SampleOrder`. In epoch e the batches that are full by its
+    end and were not before are taken, those of all shapes mixed; the rest of a shape waits for the next epoch. So after
+    E epochs an image of a shape with at least `batch_size` images has been seen E or E - 1 times.
+    """
+
+    def __init__(self, shape_of: list[int], seed: int, batch_size: int):
+        members: dict[int, list[int]] = {}
+        for index, shape in enumerate(shape_of):
+            members.setdefault(shape, []).append(index)
+        self.members = [members[shape] for shape in sorted(members)]
+        self.seed, self.batch_size = seed, batch_size
+        self.shapes = [SampleOrder(len(indices), seed, "shape", shape) for shape, indices in sorted(members.items())]
+        self.num_images = len(shape_of)
+        self._batch, self._place = -1, (0, 0)  # the last one that was looked up
+        self._epoch, self._batches = -1, [(0, 0)]
+
+    def __getitem__(self, sample: int) -> tuple[int, int]:
+        number, position = divmod(sample, self.batch_size)
+        if number != self._batch:
+            self._batch, self._place = number, self._find(number)
+        shape, batch = self._place
+        epoch, place = self.shapes[shape][batch * self.batch_size + position]
+        return epoch, self.members[shape][place]
+
+    def _find(self, number: int) -> tuple[int, int]:
+        """The shape of batch `number`, and which of that shape's batches it is."""
+        latest = (number + len(self.members) + 1) * self.batch_size // self.num_images + 2
+        epoch = bisect.bisect_right(range(latest), number, key=self._batches_before) - 1
+        if epoch != self._epoch:
+            self._epoch, self._batches = epoch, self._batches_of(epoch)
+        return self._batches[number - self._batches_before(epoch)]
+
+    def _full(self, shape: int, epoch: int) -> int:
+        return epoch * len(self.members[shape]) // self.batch_size
+
+    def _batches_before(self, epoch: int) -> int:
+        return sum(self._full(shape, epoch) for shape in range(len(self.members)))
+
+    def _batches_of(self, epoch: int) -> list[tuple[int, int]]:
+        batches = [
+            (shape, batch)
+            for shape in range(len(self.members))
+            for batch in range(self._full(shape, epoch), self._full(shape, epoch + 1))
+        ]
+        generator = sample_generator(self.seed, "batches", epoch)
+        return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def sample_order(source: ImageSource, seed: int, batch_size: int) -> SampleOrder | BucketOrder:
     """The order in which training sees `source`; with several shapes every `batch_size` samples are of one."""
-    return SampleOrder(len(source), seed)
+    if source.shapes is None or len(source.shapes) == 1:
+        return SampleOrder(len(source), seed)
+    return BucketOrder([source.shape_of(index) for index in range(len(source))], seed, batch_size)
 
 
 @dataclass
@@ -64,7 +110,7 @@ class BatchPlan:
     step·batch_size + (round·num_processes + rank)·local_batch_size + position.
     """
 
-    order: SampleOrder
+    order: SampleOrder | BucketOrder
     batch_size: int
     rounds: int
     rank: int
@@ -92,15 +138,11 @@ class BatchPlan:
                 yield [self.order[sample] for sample in range(first, first + size)]
 
 
-# Images --------------------------------------------------------------------------------------------------------------
+# Samples -------------------------------------------------------------------------------------------------------------
 
 
 class UnreadableSample(UserError):
-    """A damaged image or video; where there are few, another of the same shape is read in its place."""
-
-    def __init__(self, path: str | Path, reason: object, kind: str = "image"):
-        self.path = str(path)
-        super().__init__(f"{kind} {path} cannot be read: {reason}")
+    """A sentence on a damaged image or video; where there are few, another of the same shape stands in for it."""
 
 
 class ImageSource(Protocol):
@@ -141,124 +183,19 @@ class Sample:
     text: str | None = None
 
 
-class ImageFolder:
-    """Images in class sub-folders (`class_names` in order: numeric names by value, others by letter).
-
-    A `metadata.jsonl` with `file_name` and `text` in each line adds captions. Images are centre-cropped as in ADM and
-    DiT, transparency is laid on white, and each becomes (channels, size, size) float32 in [-1, 1].
-    """
-
-    latent_shape = None
-    captioned = False
-    text_cached = False
-    shared_conditions: ClassVar[dict[str, torch.Tensor]] = {}
-    shapes: list[tuple[int, ...]] | None = None
-
-    def __init__(
-        self, root: str | Path, size: int, channels: int = 3, flip: bool = False, class_names: list[str] | None = None
-    ):
-        self.root, self.size, self.channels, self.flip = Path(root), size, channels, flip
-        if not self.root.is_dir():
-            raise UserError(f"image folder {self.root} does not exist")
-        found = sorted((p.name for p in self.root.iterdir() if p.is_dir() and not p.name.startswith(".")), key=_order)
-        self.files = [
-            (f"{name}/{path.relative_to(self.root / name).as_posix()}", name)
-            for name in found
-            for path in sorted((self.root / name).rglob("*"))
-            if path.suffix.lower() in IMAGE_SUFFIXES
-        ]
-        if not self.files:
-            raise UserError(
-                f"image folder {self.root} has no images in class sub-folders; "
-                f"CLASS/IMAGE with one of {', '.join(IMAGE_SUFFIXES)} is expected"
-            )
-        self.class_names = class_names or [name for name in found if any(owner == name for _, owner in self.files)]
-        unknown = sorted({owner for _, owner in self.files} - set(self.class_names), key=_order)
-        if unknown:
-            raise UserError(f"image folder {self.root} has class {unknown[0]!r}, which the training images do not have")
-        self.labels = {name: label for label, name in enumerate(self.class_names)}
-        self.captions = self._read_captions()
-        listing = json.dumps([name for name, _ in self.files]).encode()
-        self.fingerprint = f"{len(self.files)} images, {hashlib.sha256(listing).hexdigest()[:16]}"
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def shape_of(self, index: int) -> int:
-        return 0
-
-    def read(self, index: int, generator: torch.Generator) -> Sample:
-        name, owner = self.files[index]
-        image = load_image(self.root / name, self.size, self.channels)
-        if self.flip and torch.rand((), generator=generator) < 0.5:
-            image = image.flip(-1)
-        label = torch.tensor(self.labels[owner], dtype=torch.long)
-        return Sample(image, conditions={"class_labels": label}, text=self.captions.get(name))
-
-    def _read_captions(self) -> dict[str, str]:
-        path = self.root / "metadata.jsonl"
-        if not path.is_file():
-            return {}
-        captions = {}
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            try:
-                row = json.loads(line)
-                captions[row["file_name"]] = row["text"]
-            except (ValueError, KeyError, TypeError):
-                raise UserError(f"{path}, line {number}, is not a JSON object with 'file_name' and 'text'") from None
-        return captions
-
-
-def load_image(path: Path | str, size: int, channels: int, content: bytes | None = None) -> torch.Tensor:
-    """Read and centre-crop an image: (channels, size, size) float32 in [-1, 1]. Raises `UserError` with the path.
-
-    `content` is what is in the file where that is not to be read.
-    """
-    try:
-        with Image.open(path if content is None else io.BytesIO(content)) as opened:
-            image = _without_transparency(opened).convert("L" if channels == 1 else "RGB")
-    except (OSError, UnidentifiedImageError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UnreadableSample(path, error) from None
-    pixels = np.array(centre_crop(image, size), dtype=np.float32)
-    return torch.from_numpy(pixels).reshape(size, size, channels).permute(2, 0, 1) / 127.5 - 1
-
-
-def centre_crop(image: Image.Image, size: int) -> Image.Image:
-    """Shrink the shorter side to `size` and cut the middle square, as in ADM (guided-diffusion) and DiT."""
-    while min(image.size) >= 2 * size:
-        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
-    scale = size / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
-    if (width, height) != image.size:
-        image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = (width - size) // 2, (height - size) // 2
-    return image.crop((left, top, left + size, top + size))
-
-
-def _without_transparency(image: Image.Image) -> Image.Image:
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image
-
-
-def _order(name: str) -> tuple[int, int, str]:
-    return (0, int(name), name) if name.isdecimal() else (1, 0, name)
-
-
 # Batches -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Batch:
-    """Images (B, C, H, W) or their posteriors, conditions, captions, and the (epoch, index) of every sample."""
+    """Images (B, C, H, W), videos (B, C, T, H, W) or posteriors, conditions, captions, and each (epoch, index)."""
 
     images: torch.Tensor | None
     posterior: dict[str, torch.Tensor]
     conditions: dict[str, torch.Tensor]
     texts: list[str | None]
     keys: list[tuple[int, int]]
-    skipped: list[str] = field(default_factory=list)  # damaged files in whose place others were read
+    skipped: list[str] = field(default_factory=list)  # what is to be said of damaged files that others stand in for
 
     def generators(self, seed: int) -> list[torch.Generator]:
         """One CPU generator per sample, for its latent, noise, timestep and label dropout."""
@@ -278,27 +215,55 @@ class Batch:
 
 
 class _Reader(Dataset):
-    """Reads one sample; an error that the user should see travels as a value, which keeps its sentence whole."""
+    """Reads one sample; an error that the user should see travels as a value, which keeps its sentence whole.
+
+    In place of a damaged sample the next one of its shape that can be read is taken.
+    """
 
     def __init__(self, source: ImageSource, seed: int):
         self.source, self.seed = source, seed
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[tuple[int, int], Sample] | UserError:
-        try:
-            return key, self.source.read(key[1], sample_generator(self.seed, "image", *key))
-        except UserError as error:
-            return error
+    def __getitem__(self, key: tuple[int, int]) -> tuple[tuple[int, int], Sample, list[str]] | UserError:
+        epoch, index = key
+        count, shape, skipped = len(self.source), self.source.shape_of(index), []
+        for candidate in ((index + further) % count for further in range(count)):
+            if self.source.shape_of(candidate) != shape:
+                continue
+            try:
+                sample = self.source.read(candidate, sample_generator(self.seed, "image", epoch, candidate))
+                return key, sample, skipped
+            except UnreadableSample as error:
+                skipped.append(str(error))
+                if len(skipped) > most_damaged(count):
+                    break
+            except UserError as error:
+                return error
+        return too_many_damaged(skipped, count)
+
+
+def most_damaged(count: int) -> int:
+    """How many of `count` samples may be damaged: 1 %, or ten."""
+    return max(10, count // 100)
+
+
+def too_many_damaged(skipped: Iterable[str], count: int) -> UserError:
+    """The error that ends the reading of a set with too many damaged samples."""
+    skipped = sorted(skipped)
+    return UserError(
+        f"{len(skipped)} or more of {count:,} samples cannot be read, which is too many to go on without them; "
+        f"the first: {skipped[0]}"
+    )
 
 
 def _collate(items: list[Any]) -> Batch | UserError:
     for item in items:
         if isinstance(item, UserError):
             return item
-    keys, samples = zip(*items, strict=True)
+    keys, samples, skipped = zip(*items, strict=True)
     images = None if samples[0].image is None else torch.stack([s.image for s in samples])
     posterior = {name: torch.stack([s.posterior[name] for s in samples]) for name in samples[0].posterior}
     conditions = {name: torch.stack([s.conditions[name] for s in samples]) for name in samples[0].conditions}
-    return Batch(images, posterior, conditions, [s.text for s in samples], list(keys))
+    return Batch(images, posterior, conditions, [s.text for s in samples], list(keys), sum(skipped, []))
 
 
 def _ignore_sigterm(worker: int) -> None:
@@ -310,7 +275,11 @@ def _ignore_sigterm(worker: int) -> None:
 def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) -> Iterator[Batch]:
     """Yield the batches of `plan` (an iterable of lists of (epoch, index)), read ahead by `num_workers` processes.
 
-    Raises `UserError` with the path of an image that cannot be read.
+    Of a damaged image or video it is said, in a warning, that another of the same shape is read in its place; and at
+    the end how many there were.
+
+    Raises:
+        UserError: when more than 1 % of the samples, and more than ten, are damaged.
     """
     loader = DataLoader(
         _Reader(source, seed),
@@ -321,8 +290,20 @@ def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) ->
         generator=torch.Generator(),  # the loader's own seed must not be taken from, nor move, the global one
         pin_memory=torch.cuda.is_available(),
     )
-    for batch in loader:
-        if isinstance(batch, UserError):
-            batch.of_one_process = True  # the other processes do not know of it, so this one has to say it
-            raise batch
-        yield batch
+    damaged: dict[str, None] = {}
+    try:
+        for batch in loader:
+            if isinstance(batch, Batch):
+                for sentence in batch.skipped:
+                    if sentence not in damaged:
+                        warnings.warn(f"{sentence}; another one is used in its place", stacklevel=2)
+                        damaged[sentence] = None
+                if len(damaged) > most_damaged(len(source)):
+                    batch = too_many_damaged(damaged, len(source))
+            if isinstance(batch, UserError):
+                batch.of_one_process = True  # the other processes do not know of it, so this one has to say it
+                raise batch
+            yield batch
+    finally:
+        if len(damaged) > 1:
+            warnings.warn(f"{len(damaged)} damaged samples were replaced by others", stacklevel=2)

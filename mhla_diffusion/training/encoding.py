@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..backbones.family import Family, Objective
 from ..errors import UserError
-from .cache import CachedLatents
+from .cached import CachedLatents
 from .checkpoints import on_main_process
 from .config import DataOptions, ModelOptions
 from .data import Batch, ImageSource, read_batches

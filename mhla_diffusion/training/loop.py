@@ -5,58 +5,33 @@ from __future__ import annotations
 import contextlib
 import math
 import shutil
-import signal
-import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from diffusers.optimization import get_scheduler
-from diffusers.training_utils import EMAModel
-from torch import Tensor, nn
-from tqdm.auto import tqdm
+from torch import nn
 
 from ..backbones import family_named
-from ..backbones.family import Family, Objective
+from ..backbones.family import Family
 from ..errors import UserError
 from .align import align_layers, interrupted_state
-from .checkpoints import (
-    checkpoint_folder,
-    checkpoints,
-    disk_errors,
-    load_checkpoint,
-    named_ema,
-    named_weights,
-    on_main_process,
-    prune_checkpoints,
-    save_checkpoint,
-    whole_folder,
-    whole_tensor,
-)
-from .config import TrainConfig, TrainOptions, config_to_dict
-from .data import Batch, BatchPlan, ImageSource, read_batches, sample_generator, sample_order
+from .buckets import describe_shapes
+from .checkpoints import checkpoint_folder, checkpoints, disk_errors, on_main_process, prune_checkpoints
+from .config import TrainConfig, config_to_dict
+from .data import ImageSource, read_batches
 from .encoding import Encoder, check_conditions, encoded_shape, open_components
-from .learning import (
-    adapter_parameters,
-    choose_trainable,
-    export_adapters,
-    has_adapters,
-    make_optimizer,
-    moving_average,
-    update_average,
-    wrap_present_classes,
-)
+from .export import export_pipeline
+from .learner import Learner
+from .learning import adapter_parameters, choose_trainable
 from .metrics import MetricLog, mixing_statistics, peak_memory_gib
 from .model import check_fit, load_components, load_model
 from .run_folder import open_run
 from .sources import open_source
+from .stage import agreed, batch_plan, check_same_data, progress_bar, stop_signals
 from .validation import Validation
 
 
@@ -134,26 +109,15 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     if checkpoint is not None:
         state = learner.load(checkpoint)
         first_step, window = state["step"], state["window"]
-        if state["data"] != source.fingerprint and not allow_config_change:
-            raise UserError(
-                f"data.train {config.data.train} has other images ({source.fingerprint}) than the run was started with "
-                f"({state['data']}); restore them, choose a new output_dir, or add --allow-config-change"
-            )
+        if not allow_config_change:
+            check_same_data(config, source, state["data"], "add --allow-config-change")
         say(f"going on from {checkpoint}")
     elif resume is not None:
         say(f"{folder} has no checkpoint yet: starting at step 0")
     if first_step > options.steps:
         raise UserError(f"train.steps is {options.steps}, but the run is already at step {first_step}")
 
-    plan = BatchPlan(
-        sample_order(source, options.seed, options.batch_size),
-        options.batch_size,
-        options.gradient_accumulation,
-        accelerator.process_index,
-        accelerator.num_processes,
-        first_step,
-        options.steps,
-    )
+    plan = batch_plan(source, options, accelerator, options.seed, first_step, options.steps)
     log = MetricLog(folder, config.logging, first_step, config_to_dict(config), accelerator.is_main_process)
 
     def validate(step: int, **changes: Any) -> dict[str, float]:
@@ -182,14 +146,7 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
 
     # The steps -----------------------------------------------------------------------------------------------------
     batches = read_batches(source, plan, options.seed, config.data.num_workers)
-    progress = tqdm(
-        initial=first_step,
-        total=options.steps,
-        unit="step",
-        dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-        disable=not (config.logging.progress and accelerator.is_main_process),
-    )
+    progress = progress_bar(config, accelerator, first_step, options.steps)
     metrics: dict[str, float] = {}
     history: deque[dict[str, float]] = deque(maxlen=10)
     step, clock = first_step, (first_step, time.perf_counter())
@@ -210,9 +167,8 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
                 raise
 
             # Every process learns the mean losses, and whether any of them was told to stop.
-            shared = torch.stack([*sums.values(), sums["loss"].new_tensor(float(bool(stop.received)))])
-            *means, stopping = accelerator.reduce(shared, "mean").tolist()
-            history.append(dict(zip(sums, means, strict=True)) | {"grad_norm": learner.clip_gradients()})
+            means, stopping = agreed(accelerator, sums, bool(stop.received))
+            history.append(means | {"grad_norm": learner.clip_gradients()})
             if not is_finite(history[-1], accelerator.scaler is not None):
                 raise TrainingDiverged(divergence(step, history, folder / "checkpoints"))
             window.append(history[-1])
@@ -270,80 +226,12 @@ def describe(model: nn.Module, trainable_parameters: int, source: ImageSource) -
     adapters = adapter_parameters(model)
     of_these = f" ({adapters:,} of them in LoRA adapters)" if adapters else ""
     classes = f" of {len(source.class_names)} classes" if source.class_names else " with captions"
+    shapes = describe_shapes(source)
     total = sum(parameter.numel() for parameter in model.parameters())
-    return f"{trainable_parameters:,} of {total:,} parameters learn{of_these}, on {len(source):,} samples{classes}"
-
-
-class Learner:
-    """A model in training on this process: its gradients, optimiser, learning rates and moving average."""
-
-    def __init__(self, model: nn.Module, objective: Objective, options: TrainOptions, accelerator: Accelerator) -> None:
-        self.objective, self.options, self.accelerator = objective, options, accelerator
-        if options.gradient_checkpointing:
-            model.enable_gradient_checkpointing()
-        if options.compile:
-            model.compile()
-        wrap_present_classes(accelerator, model)
-        adam = make_optimizer(model, options, accelerator)
-        self.prepared, self.optimizer = accelerator.prepare(model.train(), adam)
-        self.model, self.adam = accelerator.unwrap_model(self.prepared), self.optimizer.optimizer
-        self.rates = [group["lr"] for group in self.adam.param_groups]
-        self.rate_factor = get_scheduler(
-            options.schedule if options.schedule != "constant" else "constant_with_warmup",
-            self.adam,
-            num_warmup_steps=options.warmup_steps,
-            num_training_steps=options.steps,
-        ).lr_lambdas[0]
-        self.ema = moving_average(self.model, options)
-
-    def gradients(self, step: int, batches: Iterator[Batch], encoder: Encoder) -> dict[str, Tensor]:
-        """Add up the gradients of one step over its accumulation rounds; this process's mean losses by name."""
-        options, accelerator = self.options, self.accelerator
-        # What draws from the global generator (dropout layers) must not depend on where a run was cut.
-        torch.manual_seed(sample_generator(options.seed, "step", step, accelerator.process_index).initial_seed())
-        sums: dict[str, Tensor] = {}
-        for part in range(options.gradient_accumulation):
-            inputs = encoder.inputs(next(batches), self.model, self.objective, options.seed)
-            is_last = part == options.gradient_accumulation - 1
-            with contextlib.nullcontext() if is_last else accelerator.no_sync(self.prepared):
-                losses = {name: values.mean() for name, values in self.objective.loss(self.prepared, inputs).items()}
-                accelerator.backward(losses["loss"] / options.gradient_accumulation)
-            for name, value in losses.items():
-                sums[name] = sums.get(name, 0) + value.detach().float() / options.gradient_accumulation
-        return sums
-
-    def clip_gradients(self) -> float:
-        """Scale the gradients down to `train.max_grad_norm`; the norm that they had, over all processes."""
-        learning = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return whole_tensor(self.accelerator.clip_grad_norm_(learning, self.options.max_grad_norm or math.inf)).item()
-
-    def update(self, step: int) -> None:
-        """Take step number `step` (the first is 1) with the gradients that are there."""
-        for group, rate in zip(self.adam.param_groups, self.rates, strict=True):
-            group["lr"] = rate * self.rate_factor(step - 1)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        if hasattr(self.model, "clip_mixing_"):
-            self.model.clip_mixing_()
-        if self.ema is not None:
-            update_average(self.ema, self.model)
-
-    def learning_rates(self) -> dict[str, float]:
-        """The last step's, by group."""
-        return {f"lr/{group['name']}": group["lr"] for group in self.adam.param_groups}
-
-    def save(self, folder: Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint; every process must call it."""
-        scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-        state = {**state, "processes": self.accelerator.num_processes, "scaler": scaler}
-        save_checkpoint(folder, self.accelerator, self.model, self.adam, self.ema, state)
-
-    def load(self, folder: Path) -> dict[str, Any]:
-        """Go back to a checkpoint; its `state.json`."""
-        state = load_checkpoint(folder, self.model, self.adam, self.ema)
-        if self.accelerator.scaler is not None and state["scaler"]:
-            self.accelerator.scaler.load_state_dict(state["scaler"])
-        return state
+    return (
+        f"{trainable_parameters:,} of {total:,} parameters learn{of_these}, on {len(source):,} samples{classes}"
+        f"{f' ({shapes})' if shapes else ''}"
+    )
 
 
 def report_cut_captions(encoder: Encoder, accelerator: Accelerator) -> None:
@@ -354,40 +242,6 @@ def report_cut_captions(encoder: Encoder, accelerator: Accelerator) -> None:
         accelerator.print(
             f"{cut:,} of {captions:,} captions were longer than the text encoder takes and lost their end"
         )
-
-
-def export_pipeline(
-    target: Path,
-    family: Family,
-    model: nn.Module,
-    ema: EMAModel | None,
-    components: dict[str, Any],
-    accelerator: Accelerator,
-) -> None:
-    """Write `target` as a diffusers pipeline with the moving-average weights; every process must call it.
-
-    LoRA adapters are merged into the weights; they themselves are in a folder beside it, TARGET_lora.
-    """
-    weights = named_weights(model) | (named_ema(model, ema) if ema is not None else {})
-    weights = {name: whole_tensor(weight.detach()).cpu() for name, weight in weights.items()}
-
-    def write() -> None:
-        # diffusers would put arguments that were left at their defaults back to these, whatever they are now.
-        settings = {key: value for key, value in model.config.items() if key != "_use_default_values"}
-        exported = type(model).from_config(settings)
-        if has_adapters(model):
-            exported.add_adapter(model.peft_config["default"])
-        with torch.no_grad():
-            for name, place in named_weights(exported).items():
-                place.copy_(weights[name])
-        with disk_errors(target.parent / "checkpoints", f"{target} cannot be written"):
-            if has_adapters(exported):
-                with whole_folder(target.with_name(f"{target.name}_lora")) as folder:
-                    export_adapters(exported, family.pipeline_class(), folder)
-            with whole_folder(target) as folder:
-                family.build_pipeline(exported.eval(), components).save_pretrained(folder)
-
-    on_main_process(accelerator, write)
 
 
 def is_due(step: int, every: int) -> bool:
@@ -410,28 +264,3 @@ def divergence(step: int, history: deque[dict[str, float]], folder: Path) -> str
         f"and the last gradient norms {norms}; the last good checkpoint is {kept[-1] if kept else 'none'} "
         "(a lower train.lr, a longer train.warmup_steps or train.mixed_precision=no may help)"
     )
-
-
-class _Stop:
-    received: str | None = None
-
-
-@contextlib.contextmanager
-def stop_signals() -> Iterator[_Stop]:
-    """Turn SIGTERM (a cluster's warning) and the first Ctrl-C into a note to stop after the current step."""
-    stop = _Stop()
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if stop.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.received = signal.Signals(number).name
-
-    if threading.current_thread() is not threading.main_thread():  # only the main thread can be told
-        yield stop
-        return
-    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -21,7 +21,7 @@ import torch
 
 from ..errors import UserError
 from .config import DataOptions
-from .data import Sample
+from .data import Sample, UnreadableSample
 from .video_files import VIDEO_SUFFIXES, VideoInfo, probe, read_clip
 
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of ITU-R BT.601
@@ -93,14 +93,17 @@ class VideoFolder:
     def read(self, index: int, generator: torch.Generator) -> Sample:
         """Sample `index`; when its clip begins and whether it is mirrored is drawn from `generator`.
 
-        Raises `UserError` when the file cannot be read, or is damaged within the clip.
+        Raises `UnreadableSample` when the file cannot be read, or is damaged within the clip.
         """
         wanted, fps = self.options.num_frames, self.options.fps
         there = min(wanted, self.frames[index])
         start = int(torch.randint(self.frames[index] - there + 1, (), generator=generator))
         mirrored = self.flip and bool(torch.rand((), generator=generator) < 0.5)
         height, width = self.shapes[self._shape_of[index]][-2:]
-        clip = read_clip(self.root / self.files[index], there, fps, height, width, start / fps)
+        try:
+            clip = read_clip(self.root / self.files[index], there, fps, height, width, start / fps)
+        except UserError as error:
+            raise UnreadableSample(str(error)) from None
         if there < wanted:
             positions = np.arange(wanted)
             clip = clip[positions % there if self.options.short_clips == "loop" else positions.clip(max=there - 1)]
