@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+import yaml
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
 from diffusers.training_utils import EMAModel
+from dit_models import small_dit
 from safetensors.torch import load_file
+from sana_components import small_transformer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from training_runs import TINY
+from wan_models import stock_transformer
 
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.training.checkpoints import load_checkpoint, save_checkpoint
 from mhla_diffusion.training.config import TrainOptions
-from mhla_diffusion.training.learning import parameter_groups
-from mhla_diffusion.training.loop import export_pipeline
+from mhla_diffusion.training.export import export_pipeline
+from mhla_diffusion.training.learning import parameter_groups, wrap_present_classes
 from mhla_diffusion.training.metrics import mixing_statistics
 from mhla_diffusion.training.validation import averaged_weights
 
@@ -124,3 +129,21 @@ def test_the_pipeline_of_a_sharded_run_holds_whole_averaged_weights(sharded_run)
     pipeline = DiffusionPipeline.from_pretrained(sharded_run / "pipeline")
     averaged = load_file(sharded_run / "checkpoints" / "step-00000004" / "ema.safetensors")
     assert all(torch.equal(averaged[name], p) for name, p in pipeline.transformer.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "names"),
+    [
+        ("dit", {"BasicTransformerBlock", "CombinedTimestepLabelEmbeddings"}),
+        ("sana", {"SanaTransformerBlock"}),
+        ("wan", {"WanTransformerBlock"}),
+    ],
+)
+def test_one_accelerate_config_names_the_layers_of_every_family(family, names):
+    recipe = Path(__file__).resolve().parent.parent / "configs" / "accelerate" / "fsdp2.yaml"
+    wrapped = yaml.safe_load(recipe.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"].split(",")
+    plugin = SimpleNamespace(transformer_cls_names_to_wrap=wrapped)
+    model = {"dit": small_dit, "sana": small_transformer, "wan": stock_transformer}[family]()
+    wrap_present_classes(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
+    assert set(plugin.transformer_cls_names_to_wrap) == names
+    assert set(getattr(model, "_no_split_modules", names)) & names

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
+import numpy as np
 import pytest
 import sana_components
 import torch
 from diffusers import DiffusionPipeline, SanaPipeline
 from PIL import Image
 from safetensors.torch import load_file
-from text_runs import make_place, text_config
+from text_runs import make_captioned_images, make_place, text_config
 from training_runs import losses, same_tensors, start_script
 
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
-from mhla_diffusion.training import config_to_yaml, finetune, loop, read_metrics
+from mhla_diffusion.training import config_to_yaml, finetune, held_out_loss, loop, read_metrics
+from mhla_diffusion.training.cache import cache_latents
 from mhla_diffusion.training.checkpoints import checkpoints
 from mhla_diffusion.training.config import DataOptions, TrainOptions
 from mhla_diffusion.training.data import Batch
@@ -113,8 +116,8 @@ def test_a_retrofit_without_locality_starts_from_the_loss_of_the_stock_model(pla
 
 
 def test_aligned_layers_of_a_text_model_fit_the_ones_they_replace(place, tmp_path):
-    changes = {"train": {"align_steps": 30, "steps": 1, "align_lr": 3e-3}, "validation": {"images": 0}}
-    finetune(text_config(place, tmp_path / "run", changes))
+    changes = {"train": {"align_steps": 30, "steps": 1, "align_lr": 2e-3}, "validation": {"images": 0}}
+    finetune(text_config(place, tmp_path / "run", changes, {"model": {"mhla": {"feature_map": "elu"}}}))
     rows = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "align/loss" in row]
     assert rows[-1]["align/loss"] < 0.7 * rows[0]["align/loss"]
 
@@ -302,3 +305,67 @@ def test_a_run_with_the_8_bit_optimiser_resumes_exactly(place, tmp_path, monkeyp
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     for name in ("model", "ema", "optimizer"):
         assert same_tensors(tmp_path / "cut" / LAST.format(name), tmp_path / "whole" / LAST.format(name))
+
+
+# Caches --------------------------------------------------------------------------------------------------------------
+
+
+def kept_components(monkeypatch):
+    """A list to which every run adds the components that it keeps."""
+    kept, whole = [], loop.open_components
+    monkeypatch.setattr(loop, "open_components", lambda *args: kept.append(whole(*args)) or kept[-1])
+    return kept
+
+
+def test_a_cached_run_starts_from_the_loss_of_an_uncached_one_and_keeps_no_encoders(place, tmp_path, monkeypatch):
+    quick = {"train": {"steps": 2}, "validation": {"images": 0}}
+    finetune(text_config(place, tmp_path / "uncached", quick))
+    cache_latents(text_config(place, tmp_path / "unused"), tmp_path / "cache", batch_size=3)
+    kept = kept_components(monkeypatch)
+    cached = {"data": {"train": str(tmp_path / "cache"), "validation": str(tmp_path / "cache")}}
+    result = finetune(text_config(place, tmp_path / "cached", quick, cached))
+    for one, other in zip(losses(tmp_path / "uncached"), losses(tmp_path / "cached"), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    rows = [read_metrics(tmp_path / run / "metrics.jsonl")[-1] for run in ("uncached", "cached")]
+    assert rows[0]["validation/loss"] == pytest.approx(rows[1]["validation/loss"], rel=1e-5)
+    assert not {"vae", "text_encoder", "tokenizer"} & kept[0].keys()
+    pipeline = DiffusionPipeline.from_pretrained(result.pipeline)
+    assert pipeline.text_encoder is not None and pipeline.vae is not None
+
+
+def test_a_cached_run_shows_the_pictures_of_an_uncached_one_without_the_text_encoder(place, tmp_path, monkeypatch):
+    for prompts in ([], ["blue 2"]):
+        shown = {"train": {"steps": 1, "lr": 0.0}, "validation": {"prompts": prompts, "guidance_scale": 4.0}}
+        uncached, cached = (tmp_path / f"{name}{len(prompts)}" for name in ("uncached", "cached"))
+        finetune(text_config(place, uncached, shown))
+        cache_latents(text_config(place, tmp_path / "unused"), tmp_path / "cache")
+        with monkeypatch.context() as patch:
+            kept = kept_components(patch)
+            data = {"train": str(tmp_path / "cache"), "validation": None}
+            finetune(text_config(place, cached, shown, {"data": data}))
+        assert "vae" in kept[0] and "text_encoder" not in kept[0]
+        one, other = (Image.open(run / "samples" / "step-00000001.png") for run in (uncached, cached))
+        assert abs(np.asarray(one, dtype=int) - np.asarray(other, dtype=int)).max() <= 1
+
+
+def test_a_cache_made_with_other_text_is_refused(place, tmp_path):
+    cache_latents(text_config(place, tmp_path / "unused"), tmp_path / "cache")
+    data = {"train": str(tmp_path / "cache"), "validation": None, "instruction": ["paint: "]}
+    with pytest.raises(UserError, match="instruction"):
+        finetune(text_config(place, tmp_path / "run", {"data": data}))
+
+
+def test_buckets_train_and_validate_and_their_loss_is_that_of_each_alone(place, tmp_path):
+    images = make_captioned_images(tmp_path / "images", count=5, size=64)
+    wide = make_captioned_images(tmp_path / "wide", count=4, size=(48, 96))
+    for path in wide.glob("*.png"):
+        path.rename(images / f"wide-{path.name}")
+    lines = [json.loads(line) for line in (wide / "metadata.jsonl").read_text().splitlines()]
+    with (images / "metadata.jsonl").open("a") as file:
+        file.writelines(json.dumps({**line, "file_name": f"wide-{line['file_name']}"}) + "\n" for line in lines)
+    data = {"train": str(images), "validation": str(images), "buckets": [[64, 64], [48, 96]]}
+    changes = {"data": data, "train": {"steps": 4, "gradient_checkpointing": True}, "validation": {"loss_images": 9}}
+    result = finetune(text_config(place, tmp_path / "run", changes))
+    one_by_one = {"data": data, "train": {"batch_size": 1}, "validation": {"loss_images": 9}}
+    loss = held_out_loss(text_config(place, tmp_path / "unused", one_by_one), result.pipeline)["loss"]
+    assert result.metrics["validation/loss"] == pytest.approx(loss, rel=1e-5)

@@ -22,14 +22,15 @@ TINY = {
 }
 
 
-def make_captioned_images(folder: Path, count: int = 8, size: int = 64) -> Path:
+def make_captioned_images(folder: Path, count: int = 8, size: int | tuple[int, int] = 64) -> Path:
     """Images of one colour with noise, whose captions name the colour."""
     random = np.random.default_rng(0)
+    height, width = (size, size) if isinstance(size, int) else size
     folder.mkdir(parents=True)
     lines = []
     for number in range(count):
         name, colour = [("red", (200, 30, 30)), ("green", (30, 200, 30)), ("blue", (30, 30, 200))][number % 3]
-        pixels = np.clip(np.array(colour) + random.integers(-20, 20, (size, size, 3)), 0, 255)
+        pixels = np.clip(np.array(colour) + random.integers(-20, 20, (height, width, 3)), 0, 255)
         Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
         lines.append(json.dumps({"file_name": f"{number}.png", "text": f"{name} {number}"}))
     (folder / "metadata.jsonl").write_text("\n".join(lines) + "\n")

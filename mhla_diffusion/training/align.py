@@ -11,7 +11,6 @@ import contextlib
 import copy
 import dataclasses
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,17 +19,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from ..backbones.family import Family, Objective
 from ..errors import UserError
 from ..processor import MHLAProcessor
+from ..randomness import sample_generator
 from .checkpoints import disk_errors, load_checkpoint, on_main_process, save_checkpoint
 from .config import TrainConfig, config_to_dict
-from .data import BatchPlan, read_batches, sample_generator, sample_order
+from .data import read_batches
 from .encoding import Encoder
 from .learning import parameter_groups
 from .metrics import MetricLog, peak_memory_gib
+from .stage import agreed, batch_plan, check_same_data, progress_bar
 
 
 def align_layers(
@@ -81,35 +81,15 @@ def align_layers(
     state_folder = interrupted_state(folder)
     if resume and state_folder.is_dir():
         state = load_checkpoint(state_folder, model, adam, None)
-        if state["data"] != source.fingerprint:
-            raise UserError(
-                f"data.train {config.data.train} has other images ({source.fingerprint}) than the run was started with "
-                f"({state['data']}); restore them, or choose a new output_dir"
-            )
+        check_same_data(config, source, state["data"])
         step, window = state["step"], state["window"]
         scaler.load_state_dict(state["scaler"])
         accelerator.print(f"going on with the alignment from step {step}")
 
-    plan = BatchPlan(
-        sample_order(source, seed, options.batch_size),
-        options.batch_size,
-        options.gradient_accumulation,
-        accelerator.process_index,
-        accelerator.num_processes,
-        step,
-        last,
-    )
+    plan = batch_plan(source, options, accelerator, seed, step, last)
     log = MetricLog(folder, config.logging, step - last, config_to_dict(config), accelerator.is_main_process)
     batches = read_batches(source, plan, seed, config.data.num_workers)
-    progress = tqdm(
-        desc="alignment",
-        initial=step,
-        total=last,
-        unit="step",
-        dynamic_ncols=True,
-        mininterval=0.2 if sys.stderr.isatty() else 15,
-        disable=not (config.logging.progress and accelerator.is_main_process),
-    )
+    progress = progress_bar(config, accelerator, step, last, "alignment")
 
     sums: dict[str, Tensor] = {}
 
@@ -137,10 +117,8 @@ def align_layers(
                 with accelerator.autocast(), fitting(layers, teachers, fit):
                     add("align/teacher_loss", objective.loss(model, inputs)["loss"].mean())
 
-            shared = torch.stack([*sums.values(), torch.tensor(float(stopping()), device=accelerator.device)])
-            *means, asked = accelerator.reduce(shared, "mean").tolist()
-            stopped = asked > 0
-            window.append(dict(zip(sums, means, strict=True)))
+            means, stopped = agreed(accelerator, sums, stopping())
+            window.append(means)
             broken = [name for name, value in window[-1].items() if not math.isfinite(value)]
             if broken:
                 raise UserError(

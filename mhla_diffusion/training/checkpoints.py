@@ -221,11 +221,13 @@ def named_ema(model: nn.Module, ema: EMAModel) -> dict[str, torch.Tensor]:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The optimiser's state as `PARAMETER/STATE` tensors, e.g. `proj_out_2.weight/exp_avg`."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {
-        f"{names[id(parameter)]}/{key}": torch.as_tensor(value)
-        for parameter, values in optimizer.state.items()
-        for key, value in values.items()
-    }
+    tensors: dict[str, torch.Tensor] = {}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            value = torch.as_tensor(value)
+            # 8-bit optimisers share their tables of numbers, which a safetensors file must not.
+            tensors[f"{names[id(parameter)]}/{key}"] = value.clone() if key.startswith("qmap") else value
+    return tensors
 
 
 def _load_optimizer(tensors: Any, model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:

@@ -37,13 +37,13 @@ class ModelOptions:
     components: str | None = option(None, "pipeline whose VAE, scheduler, … are used; null: model.pretrained")
     preset: str | None = option(None, "size of a model that starts from random weights, as 'DiT-S/2'")
     overrides: dict[str, Any] = option({}, "model arguments on top of the preset, as {in_channels: 1}")
-    attention: str = option("mhla", "self-attention of the model", choices=("softmax", "linear", "mhla"))
+    attention: str = option("mhla", "self-attention; softmax: the family's own", choices=("softmax", "linear", "mhla"))
     mhla: dict[str, Any] = option({}, "MHLAConfig fields on top of the family's default, as {cpe: true}")
 
 
 @dataclass
 class DataOptions:
-    train: str = option("", "image folder (one sub-folder per class), dataset (hub id or folder) or cache of latents")
+    train: str = option("", "folder of images or videos (classes or captions), dataset (hub id or folder) or cache")
     validation: str | None = option(None, "the same with held-out images, for the validation loss")
     size: int = option(256, "images are centre-cropped to size × size pixels", minimum=1)
     channels: int = option(3, "3: colour, 1: greyscale", minimum=1)
@@ -63,7 +63,7 @@ class DataOptions:
 @dataclass
 class TrainOptions:
     steps: int = option(400_000, "optimiser steps", minimum=1)
-    batch_size: int = option(256, "images per optimiser step, over all processes and accumulation rounds", minimum=1)
+    batch_size: int = option(256, "samples per optimiser step, over all processes and accumulation rounds", minimum=1)
     gradient_accumulation: int = option(1, "forward-backward rounds per optimiser step", minimum=1)
     lr: float = option(1e-4, "AdamW learning rate", minimum=0)
     mixing_lr: float | None = option(None, "learning rate of the mixing matrices; null: train.lr", minimum=0)
@@ -79,7 +79,7 @@ class TrainOptions:
     align_steps: int = option(0, "steps that first fit each new layer to the one that it replaces; 0: none", minimum=0)
     align_lr: float | None = option(None, "AdamW learning rate of these steps; null: ten times train.lr", minimum=0)
     trainable: str = option("all", "which weights learn", choices=("all", "attention", "mhla"))
-    lora_rank: int = option(0, "rank of LoRA adapters on weights that would not learn; 0: none", minimum=0)
+    lora_rank: int = option(0, "rank of LoRA adapters on layers that would not learn; 0: none", minimum=0)
     optimizer: str = option("adamw", "adamw8bit needs the bitsandbytes package", choices=("adamw", "adamw8bit"))
     ema_device: str = option("model", "where the moving average is kept", choices=("model", "cpu"))
     mixed_precision: str = option("no", "arithmetic; the weights stay float32", choices=("no", "bf16", "fp16"))

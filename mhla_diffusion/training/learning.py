@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +9,6 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from diffusers.training_utils import EMAModel
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
-from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from ..backbones.family import Family
@@ -72,24 +69,6 @@ def add_adapters(family: Family, model: nn.Module, rank: int) -> None:
 def adapter_parameters(model: nn.Module) -> int:
     """The number of parameters in LoRA adapters."""
     return sum(parameter.numel() for name, parameter in model.named_parameters() if ".lora_" in name)
-
-
-def has_adapters(model: nn.Module) -> bool:
-    return any(isinstance(module, LoraLayer) for module in model.modules())
-
-
-def export_adapters(model: nn.Module, pipeline_class: type, folder: Path) -> None:
-    """Write the adapters of `model` as a LoRA file of diffusers, and merge them into its weights.
-
-    A pipeline class that can load LoRA files reads it with `load_lora_weights(folder)`, else a transformer with
-    `load_lora_adapter(folder, prefix=None)`.
-    """
-    if hasattr(pipeline_class, "save_lora_weights"):
-        pipeline_class.save_lora_weights(folder, transformer_lora_layers=get_peft_model_state_dict(model))
-    else:
-        model.save_lora_adapter(folder)
-    model.fuse_lora()
-    model.unload_lora()
 
 
 # The optimiser -------------------------------------------------------------------------------------------------------

@@ -4,9 +4,10 @@ OUTPUT_DIR/config.yaml      the full config
            run.json         package versions, git revision and command of every start; the run's id at wandb
            metrics.jsonl    one line per logged step
            tensorboard/     the same as curves, and the grids
-           samples/         validation grids
+           samples/         validation grids; of video models the films too
            checkpoints/     step-00001000/ …
            pipeline/        the exported diffusers pipeline
+           pipeline_lora/   of a run with LoRA, the adapters that are merged into the pipeline's weights
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CHANGEABLE = (
     "data.num_workers",
     "train.steps",
     "train.compile",
+    "train.ema_device",
     "train.gradient_checkpointing",
     "checkpoint.",
     "validation.",
