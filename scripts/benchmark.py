@@ -48,6 +48,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument("--size", type=int, nargs="+", required=True, metavar="P", help="pixels: [frames] H [W]")
         command.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"), default="no")
         command.add_argument("--profile", action="store_true", help="also the share of attention in a forward pass")
+        command.add_argument("--once", action="store_true", help="one call of each without warm-up, for very long ones")
     model.add_argument("--gradient-checkpointing", action="store_true")
     scaling.add_argument("--over", nargs="+", choices=SERIES, default=list(SERIES), help="which series (default: all)")
     scaling.add_argument("--sides", type=int, nargs="+", default=[16, 32, 64, 128, 256], help="of the token grids")

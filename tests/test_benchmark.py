@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-import os
 import sys
 from pathlib import Path
 
@@ -160,8 +159,8 @@ def test_memory_of_a_call_is_its_peak_whatever_was_in_use_before():
         del first
         return torch.ones(10 * 2**20).sum()  # 40 MiB, after the 80 were freed
 
-    before, peak = peak_of(Call(call), meter)
-    assert 75 * 2**20 <= peak - before <= 100 * 2**20
+    before, peak, seconds = peak_of(Call(call), meter)
+    assert 75 * 2**20 <= peak - before <= 100 * 2**20 and seconds > 0
 
 
 # Models --------------------------------------------------------------------------------------------------------------
@@ -305,7 +304,7 @@ def test_a_stopped_benchmark_goes_on_where_it_was(tmp_path):
 def test_a_file_of_something_else_is_left_alone(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("mine\n")
-    with pytest.raises(UserError, match="exists and is not of this benchmark"):
+    with pytest.raises(UserError, match="exists and is not of a benchmark on this machine"):
         Results({"machine": {}}, path)
     assert path.read_text() == "mine\n"
 
@@ -397,6 +396,9 @@ def test_what_would_take_too_long_is_left_out():
     results.add(cases[1], "sdpa", problem=reason(cases[1], "sdpa"), measure="time")
     assert "more than 3 s" in reason(cases[2], "sdpa")
     assert reason(cases[1], "mhla") is None
+    results.add(cases[0], "linear", seconds=0.1)
+    results.add(cases[1], "linear", seconds=1.6)  # 4 times the tokens took 16 times as long
+    assert "more than 3 s" in reason(cases[2], "linear")
 
 
 # Processes and the command -------------------------------------------------------------------------------------------
@@ -418,6 +420,13 @@ def test_times_and_memory_come_from_processes_of_their_own(tmp_path):
     before = (tmp_path / "r.jsonl").read_text()
     run_jobs(jobs, Results({}, tmp_path / "r.jsonl"), progress=False)  # nothing is left to do
     assert (tmp_path / "r.jsonl").read_text() == before
+
+
+def test_one_call_can_give_both_time_and_memory():
+    results = Results({})
+    run_jobs(plan([SMALL], lambda case: ["mhla"], repeats=5, once=True), results, progress=False)
+    entry = results.of(SMALL, "mhla")
+    assert len(entry.seconds) == 1 and entry.memory["peak"] > 0
 
 
 def test_a_killed_process_costs_one_candidate_only(monkeypatch):
@@ -528,6 +537,7 @@ def test_scaling_reports_exponents_and_crossovers_and_draws_them(tmp_path):
             "mhla: 'cpe' must be of the form key=value",
         ),
         (["model", "--preset", "DiT", "--size", "256"], "preset='DiT' is unknown"),
+        (["model", "--preset", "DiT-S/2", "--size", "256", "--once", "--step"], "once is for forward passes"),
         (["scaling", "--sides", "0"], "sides=[0] must be one or more positive integers"),
         (["operator", "--json", "/proc/x/y.jsonl"], "json='/proc/x/y.jsonl' cannot be written"),
     ],
@@ -538,11 +548,10 @@ def test_bad_options_are_one_sentence_before_anything_is_measured(options, sente
     assert error.startswith("error: ") and sentence in error and error.count("\n") == 1
 
 
-def test_compare_names_each_backend(monkeypatch):
-    names = operators.candidates(SMALL, ["plain", "cpu"])
-    assert names[:2] == ["mhla-plain", "mhla-cpu"]
-    monkeypatch.setenv("MHLA_BACKEND", "auto")
-    calls = operators.prepare(SMALL, ["mhla-plain"])
-    calls["mhla-plain"].ready()
-    assert os.environ["MHLA_BACKEND"] == "plain"
+def test_each_backend_is_a_candidate():
+    names = operators.candidates(SMALL, ["plain", "abacus"])
+    assert names[:2] == ["mhla-plain", "mhla-abacus"] and "mhla" not in names
+    calls = operators.prepare(SMALL, names[:2])
     calls["mhla-plain"].run()
+    with pytest.raises(UserError, match="backend='abacus' is unknown"):
+        calls["mhla-abacus"].run()

@@ -29,6 +29,7 @@ def compare(
     budget: float = float("inf"),
     memory: bool = True,
     profile: bool = False,
+    once: bool = False,
     json: Path | None = None,
     plot: Path | None = None,
 ) -> str:
@@ -41,15 +42,18 @@ def compare(
         repeats, budget: see `measure.interleaved`.
         memory: also measure each candidate's memory in a process of its own.
         profile: also measure the share of attention in a forward pass of a model.
+        once: call each candidate a single time, in a process of its own, for both time and memory.
         json: a file of JSON lines to keep the measurements in, and to go on from.
         plot: a PNG with the times.
 
     Returns:
         The machine and the measurements as text.
     """
+    if once and any(isinstance(case, ModelCase) and case.step for case in cases):
+        raise UserError("once is for forward passes: the first training step has no optimiser state yet.")
     results = _open(cases[0].device, settings, json, plot)
     names = {id(case): choose(variants, all_candidates(case, backends), case) for case in cases}
-    jobs = plan(cases, lambda case: names[id(case)], repeats, budget, memory, profile)
+    jobs = plan(cases, lambda case: names[id(case)], repeats, budget, memory, profile, once)
     run_jobs(jobs, results)
     if plot is not None:
         plot_candidates(results, cases, lambda case: names[id(case)], plot)
@@ -179,7 +183,7 @@ def run_command(command: str, options: Mapping[str, Any]) -> str:
         return compare(cases, settings, backends=options["backend"], **shared)
     fields = {"scope": command, "size": options["size"], "mixed_precision": options["mixed_precision"]}
     fields["gradient_checkpointing"] = options.get("gradient_checkpointing", False)
-    return compare([model_case(**fields)], settings, profile=options["profile"], **shared)
+    return compare([model_case(**fields)], settings, profile=options["profile"], once=options["once"], **shared)
 
 
 def _key_values(name: str, pairs: Sequence[str]) -> dict[str, Any]:

@@ -21,11 +21,11 @@ KILLED = "out of memory"  # what a SIGKILL means that we did not send
 
 @dataclass(frozen=True)
 class Job:
-    """One process: the time of several candidates in turn, or the memory of one."""
+    """One process: the time of several candidates in turn, the memory of one, or both of a single call of one."""
 
     case: Case
     variants: tuple[str, ...]
-    measure: str  # "time" or "memory"
+    measure: str  # "time", "memory" or "once"
     repeats: int = 5
     budget: float = float("inf")  # see `measure.interleaved`
     profile: bool = False  # of models: one more forward pass for the share of attention
@@ -38,13 +38,17 @@ def plan(
     budget: float = float("inf"),
     memory: bool = True,
     profile: bool = False,
+    once: bool = False,
 ) -> list[Job]:
-    """For each case one job for the times and, with `memory`, one per candidate."""
+    """For each case one job for the times and, with `memory`, one per candidate; with `once`, one per candidate."""
     if repeats < 1:
         raise UserError(f"repeats={repeats} must be 1 or more.")
     jobs = []
     for case in cases:
         names = tuple(variants(case))
+        if once:
+            jobs += [Job(case, (name,), "once") for name in names]
+            continue
         jobs.append(Job(case, names, "time", repeats, budget, profile))
         jobs += [Job(case, (name,), "memory") for name in names if memory and name not in ("gemm", "copy")]
     return jobs
@@ -66,8 +70,8 @@ def run_jobs(
         for job in bar:
             for variant in job.variants:
                 reason = leave_out(job.case, variant)
-                if reason is not None and not results.of(job.case, variant).problems.get(job.measure):
-                    results.add(job.case, variant, problem=reason, measure=job.measure)
+                if reason is not None and not _is_done(job, results, variant):
+                    _give_up(job, results, variant, reason)
             while missing := [v for v in job.variants if not _is_done(job, results, v)]:
                 bar.set_description_str(f"{job.measure}: {job.case.label}", refresh=False)
                 _run(dataclasses.replace(job, variants=tuple(missing)), results, bar)
@@ -75,10 +79,10 @@ def run_jobs(
 
 def _is_done(job: Job, results: Results, variant: str) -> bool:
     entry = results.of(job.case, variant)
-    if job.measure in entry.problems:
+    if ("time" if job.measure == "once" else job.measure) in entry.problems:
         return True
-    if job.measure == "memory":
-        return entry.memory is not None
+    if job.measure != "time":
+        return entry.memory is not None and (job.measure == "memory" or bool(entry.seconds))
     return enough(entry.seconds, job.repeats, job.budget) and not (job.profile and entry.profile is None)
 
 
@@ -95,12 +99,17 @@ def _run(job: Job, results: Results, bar: tqdm) -> None:
                 raise UserError(event["refused"])
             current = event.pop("variant")
             if "error" in event:
-                results.add(job.case, current, problem=event["error"], measure=job.measure)
+                _give_up(job, results, current, event["error"])
             elif "begin" not in event:
                 results.add(job.case, current, **event)
             bar.set_postfix_str(f"{current}, {len(results.of(job.case, current).seconds)}", refresh=True)
     except ProcessKilled:
-        results.add(job.case, current, problem=KILLED, measure=job.measure)
+        _give_up(job, results, current, KILLED)
+
+
+def _give_up(job: Job, results: Results, variant: str, reason: str) -> None:
+    for measure in ("time", "memory") if job.measure == "once" else (job.measure,):
+        results.add(job.case, variant, problem=reason, measure=measure)
 
 
 class ProcessKilled(Exception):

@@ -138,15 +138,18 @@ class MemoryMeter:
         return _resident("VmHWM")
 
 
-def peak_of(call: Call, meter: MemoryMeter) -> tuple[int, int]:
-    """Bytes in use before one call, and the most during it; an unmeasured call comes first."""
-    for _ in range(2):
+def peak_of(call: Call, meter: MemoryMeter, warm_up: bool = True) -> tuple[int, int, float]:
+    """Bytes in use before one call, the most during it, and its seconds; with `warm_up` an unmeasured call comes first.
+
+    The warm-up is what makes a training step the usual one: the first step has no optimiser state yet.
+    """
+    for _ in range(2 if warm_up else 1):
         if call.ready is not None:
             call.ready()
         before = meter.in_use()
         meter.forget_peak()
-        call.run()
-    return before, max(meter.peak(), before)
+        seconds = timed(Call(call.run), str(meter.device))
+    return before, max(meter.peak(), before), seconds
 
 
 def _resident(field: str) -> int:

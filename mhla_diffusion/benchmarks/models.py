@@ -127,7 +127,7 @@ def prepare(case: ModelCase, names: Sequence[str]) -> PreparedModel:
             model = family.build_model(case.preset, **{**case.arguments, **example.arguments})
         except TypeError as error:
             raise UserError(f"overrides={case.overrides} does not suit {case.preset}: {error}") from None
-    model = model.to(device=case.device, dtype=dtype).train(case.step)
+    model = _cast_(model, dtype).to(case.device).train(case.step)
     if case.gradient_checkpointing:
         model.enable_gradient_checkpointing()
     objective = family.objective()
@@ -240,6 +240,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _cast_(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """As diffusers loads a model in a dtype: some modules stay in float32, and so do tables that are no weights."""
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, weight in model.named_parameters():
+        weight.data = weight.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+    return model
 
 
 class _Called(Exception):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -115,11 +115,10 @@ def prepare(case: OperatorCase, names: Sequence[str]) -> dict[str, Call]:
     torch.ones(8 * 2**20 - 1024)
     inputs = [torch.randn(shape, dtype=dtype, device=case.device, requires_grad=case.backward) for _ in range(3)]
 
-    def mhla(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return mhla_attention(F.relu(q), F.relu(k), v, mixing(), layout).flatten(2)
+    def mhla(q: Tensor, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+        return mhla_attention(q, k, v, mixing(), layout, feature_map="relu", backend=backend).flatten(2)
 
     operators: dict[str, Operator] = {
-        "mhla": mhla,
         "linear": linear_core,
         "sana-core": sana_core,
         "sdpa": softmax_core,
@@ -128,11 +127,11 @@ def prepare(case: OperatorCase, names: Sequence[str]) -> dict[str, Call]:
     }
     calls = {}
     for name in names:
-        operator, _, backend = name.partition("-")
+        attention, _, backend = name.partition("-")
         if name == "gemm":
             calls[name] = Call(_gemm(case))
-        elif operator == "mhla" and backend:
-            calls[name] = Call(_call(mhla, inputs, case.backward), lambda b=backend: _choose_backend(b))
+        elif attention == "mhla":
+            calls[name] = Call(_call(partial(mhla, backend=backend or None), inputs, case.backward))
         else:
             calls[name] = Call(_call(operators[name], inputs, case.backward))
     return calls
@@ -184,10 +183,6 @@ def _gemm(case: OperatorCase) -> Callable[[], Any]:
     side = gemm_size(case.device)
     a, b = (torch.randn(side, side, dtype=dtype, device=case.device) for _ in range(2))
     return lambda: torch.mm(a, b)
-
-
-def _choose_backend(name: str) -> None:
-    os.environ["MHLA_BACKEND"] = name
 
 
 def _call(function: Operator, inputs: list[Tensor], backward: bool) -> Callable[[], None]:

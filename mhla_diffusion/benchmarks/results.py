@@ -49,7 +49,7 @@ class Results:
     Args:
         header: what they all depend on: the machine, and what was asked for.
         path: a file of JSON lines: the header, then one line per timed call, memory or profile. If it exists with the
-            same header, its measurements count; with another one it is left alone and `UserError` says so.
+            same machine, its measurements count and are not repeated; else it is left alone and `UserError` says so.
     """
 
     def __init__(self, header: Mapping[str, Any], path: Path | None = None) -> None:
@@ -62,10 +62,10 @@ class Results:
         check_writable("json", path)
         if path.exists():
             lines = read_metrics(path)  # without a last line that was cut off
-            if not lines or lines[0] != self.header:
+            if not lines or lines[0].get("machine") != self.header.get("machine"):
                 raise UserError(
-                    f"json={str(path)!r} exists and is not of this benchmark with these settings on this machine; "
-                    "name another file, or delete it."
+                    f"json={str(path)!r} exists and is not of a benchmark on this machine with these versions; name "
+                    "another file, or delete it."
                 )
             kept = [line for line in lines[1:] if "variant" in line]
             for line in kept:
@@ -124,6 +124,8 @@ def machine(device: str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "diffusers": diffusers.__version__,
     }
+    if os.environ.get("MHLA_BACKEND"):
+        facts["MHLA_BACKEND"] = os.environ["MHLA_BACKEND"]
     if device.startswith("cuda"):
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda

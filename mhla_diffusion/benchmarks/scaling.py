@@ -101,19 +101,23 @@ def model_cases(sizes: Sequence[int], base: ModelCase) -> list[ModelCase]:
 def too_long(results: Results, cases: Sequence[Case], most: float) -> Callable[[Case, str], str | None]:
     """For `run_jobs`: leave a candidate out of a case that would take more than `most` seconds a call.
 
-    That is judged from the next smaller case of the series, taking the time to grow at least with the tokens.
+    That is judged from the next smaller case of the series, taking the time to grow on as it did before that, and at
+    least with the number of tokens.
     """
 
     def reason(case: Case, variant: str) -> str | None:
         if case not in cases or cases.index(case) == 0:
             return None
-        before = cases[cases.index(case) - 1]
-        entry = results.of(before, variant)
-        if entry.problems.get("time") or entry.problems.get("memory"):
-            return entry.problems.get("time") or entry.problems.get("memory")
-        if entry.median is None:
+        smaller = [results.of(other, variant) for other in cases[: cases.index(case)]]
+        problems = smaller[-1].problems
+        if problems:
+            return problems.get("time") or problems.get("memory")
+        if smaller[-1].median is None:
             return None
-        expected = entry.median * case.num_tokens / before.num_tokens
+        points = [(entry.case.num_tokens, entry.median) for entry in smaller[-2:] if entry.median is not None]
+        grown = fit_exponent(*zip(*points, strict=True))
+        exponent = 1.0 if grown is None else max(grown.exponent, 1.0)
+        expected = smaller[-1].median * (case.num_tokens / points[-1][0]) ** exponent
         return f"left out: more than {most:g} s a call" if expected > most else None
 
     return reason

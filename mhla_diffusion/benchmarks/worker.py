@@ -33,16 +33,17 @@ def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     meter = MemoryMeter(job["case"]["device"])
     at_start = meter.in_use()
     calls, weights, profile = _prepare(job)
-    if job["measure"] == "memory":
+    if job["measure"] != "time":
         (name,) = calls
         yield {"variant": name, "begin": True}
         try:
-            before, peak = peak_of(calls[name], meter)
+            before, peak, seconds = peak_of(calls[name], meter, warm_up=job["measure"] == "memory")
         except torch.OutOfMemoryError:
             yield {"variant": name, "error": "out of memory"}
             return
-        memory = {"weights": weights, "call": peak - before, "peak": peak - at_start}
-        yield {"variant": name, "memory": memory}
+        yield {"variant": name, "memory": {"weights": weights, "call": peak - before, "peak": peak - at_start}}
+        if job["measure"] == "once":
+            yield {"variant": name, "seconds": seconds}
         return
     failed = set()
     events = interleaved(calls, job["repeats"], job["case"]["device"], job["budget"], job["before"])
