@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import sana_components
 import torch
+from accelerate import Accelerator
 from diffusers import DiffusionPipeline, SanaPipeline
 from PIL import Image
 from safetensors.torch import load_file
@@ -17,13 +18,14 @@ from training_runs import losses, same_tensors, start_script
 
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
-from mhla_diffusion.training import config_to_yaml, finetune, held_out_loss, loop, read_metrics
+from mhla_diffusion.training import cached, config_to_yaml, finetune, held_out_loss, loop, read_metrics
 from mhla_diffusion.training.cache import cache_latents
 from mhla_diffusion.training.checkpoints import checkpoints
 from mhla_diffusion.training.config import DataOptions, TrainOptions
 from mhla_diffusion.training.data import Batch
-from mhla_diffusion.training.encoding import Encoder
+from mhla_diffusion.training.encoding import Encoder, open_components
 from mhla_diffusion.training.learning import choose_trainable
+from mhla_diffusion.training.sources import open_source
 
 SANA = family_named("sana")
 LAST = "checkpoints/step-00000004/{}.safetensors"
@@ -369,3 +371,23 @@ def test_buckets_train_and_validate_and_their_loss_is_that_of_each_alone(place, 
     one_by_one = {"data": data, "train": {"batch_size": 1}, "validation": {"loss_images": 9}}
     loss = held_out_loss(text_config(place, tmp_path / "unused", one_by_one), result.pipeline)["loss"]
     assert result.metrics["validation/loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_parts_are_compared_with_a_cache_again_only_when_their_files_have_changed(tmp_path, monkeypatch):
+    place = make_place(tmp_path / "place")
+    cache_latents(text_config(place, tmp_path / "unused"), tmp_path / "cache")
+    compared, whole = [], cached.fingerprint
+    monkeypatch.setattr(cached, "fingerprint", lambda part: compared.append(type(part).__name__) or whole(part))
+    data = {"data": {"train": str(tmp_path / "cache"), "validation": None}, "validation": {"images": 0}}
+    options, family = text_config(place, tmp_path / "run", data), SANA
+    source = open_source(options.data.train, "data.train", options.data, family, flip=False)
+    open_them = [options.model, options.data, family, [source], Accelerator(cpu=True), False]
+    assert open_components(*open_them).keys() == {"scheduler"} and not compared
+    (place / "sana" / "text_encoder" / "model.safetensors").touch()
+    for _ in range(2):
+        open_components(*open_them)
+        assert sorted(compared) == ["AutoencoderDC", "Gemma2Model", type(sana_components.small_tokenizer()).__name__]
+    config = place / "sana" / "vae" / "config.json"
+    config.write_text(config.read_text().replace("0.41407", "0.5"))
+    with pytest.raises(UserError, match="another VAE"):
+        open_components(*open_them)

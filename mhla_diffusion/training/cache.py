@@ -47,6 +47,7 @@ from .cached import (
 from .checkpoints import NO_ROOM, on_main_process, sweep, whole_file, write_whole
 from .config import DataOptions, TrainConfig
 from .data import Batch, ImageSource, read_batches
+from .known_parts import files_signature, remember
 from .model import load_components
 from .run_folder import lock_folder
 from .sources import open_source
@@ -173,6 +174,8 @@ def cache_latents(
     accelerator.wait_for_everyone()
     seconds = time.perf_counter() - clock
     counts = on_main_process(accelerator, lambda: _close_cache(out, about, [len(indices) for indices in ranges]))
+    parts = files_signature(config.model, family.name, ("vae", *family.text_components))
+    on_main_process(accelerator, lambda: remember(out, parts))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
     encoded = sum(len(ranges[shard]) for shard in missing)
     return CacheReport(out, len(source), encoded, seconds, size, **counts)

@@ -19,6 +19,7 @@ from .cached import CachedLatents
 from .checkpoints import on_main_process
 from .config import DataOptions, ModelOptions
 from .data import Batch, ImageSource, read_batches
+from .known_parts import files_signature, is_known, remember
 from .model import load_components
 from .sources import check_sources
 
@@ -124,7 +125,8 @@ def open_components(
 ) -> dict[str, Any]:
     """The parts of the pipeline besides its transformer that a run on `sources` uses, on the run's device.
 
-    Caches among the sources are first checked against the parts that made them, which may be parts that are not kept.
+    Caches among the sources are first checked against the parts that made them; those that are not kept are loaded for
+    that by the main process only, and not at all when the same files have been checked before.
 
     Args:
         pictures: whether samples will be decoded.
@@ -136,8 +138,14 @@ def open_components(
     components = load_components(options, without=unused)
 
     def check() -> None:
+        caches = [source.root for source in given if isinstance(source, CachedLatents)]
+        signature = files_signature(options, family.name, ("vae", *family.text_components))
+        if all(is_known(cache, signature) for cache in caches):
+            return
         others = load_components(options, only=unused) if unused else {}
         check_sources(given, family, {**others, **components})
+        for cache in caches:
+            remember(cache, signature)
 
     on_main_process(accelerator, check)
     for part in components.values():

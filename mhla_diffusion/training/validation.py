@@ -68,6 +68,9 @@ def grid_conditions(encoder: Encoder, config: TrainConfig) -> dict[str, Tensor]:
         return sample_conditions(encoder, options.images, config.train.seed)
     if not encoder.components.keys() >= {*family.text_components}:  # training itself reads a cache
         components = load_components(config.model, only=family.text_components)
+        for part in components.values():
+            if isinstance(part, nn.Module):
+                part.to(encoder.device)
         encoder = Encoder(family, components, config.data, encoder.source, encoder.device, encoder.say)
     return encoder.encode(options.prompts) | encoder.null
 
