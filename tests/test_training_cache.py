@@ -301,7 +301,7 @@ def test_a_full_disk_is_one_sentence_and_finished_shards_stay(tmp_path, config, 
         ({"data": {"channels": 1}}, "was made with data.channels=3, but data.channels is 1"),
         ({"model": {"family": "wan"}}, "holds latents for dit, but model.family is wan"),
         ({"model": {"components": None}}, r"made with another VAE \(\w+\) than that of model.components .*\(none\)"),
-        ({"model": {"overrides": {**SHAPE, "in_channels": 3}}}, "the VAE gives 4 channels, but the model takes 3"),
+        ({"model": {"overrides": {**SHAPE, "in_channels": 3}}}, "the cache gives 4 channels, but the model takes 3"),
         ({"model": {"overrides": {**SHAPE, "sample_size": 4}}}, "gives latents of 8×8, but the model is set to 4×4"),
     ],
 )

@@ -74,6 +74,7 @@ def check_fit(
     vae = components.get("vae")
     if vae is not None and channels != vae.config.in_channels:
         raise UserError(f"data.channels is {channels}, but the VAE takes {vae.config.in_channels}; set it to that")
+    cached = latent_shape is not None
     if latent_shape is None:
         device, side = next(model.parameters()).device, 64  # a small image, of a size that every VAE takes
         latents = family.encode(components, torch.zeros(1, channels, side, side, device=device), [torch.Generator()])
@@ -82,8 +83,8 @@ def check_fit(
         latent_shape = (latents.shape[1], size // factor, size // factor)
     wanted = model.config.in_channels
     if latent_shape[0] != wanted:
-        source = f"data.channels={channels}" if vae is None else "the VAE"
-        hint = ", or name the pipeline with its VAE in model.components" if vae is None else ""
+        source = "the cache" if cached else "the VAE" if vae is not None else f"data.channels={channels}"
+        hint = ", or name the pipeline with its VAE in model.components" if vae is None and not cached else ""
         raise UserError(
             f"{source} gives {latent_shape[0]} channels, but the model takes {wanted}; change it or "
             f"model.overrides.in_channels{hint}"
