@@ -84,7 +84,7 @@ def generate_images(
     seed: int = 0,
     num_inference_steps: int | None = None,
     guidance_scale: float | None = None,
-    batch_size: int = 16,
+    batch_size: int | None = None,
     height: int | None = None,
     width: int | None = None,
     num_frames: int | None = None,
@@ -103,7 +103,7 @@ def generate_images(
         out: folder; written beside the items are `generation.json` (the settings) and `labels.jsonl` (the conditions).
         seed: all items depend on it.
         num_inference_steps, guidance_scale, height, width, num_frames: as in the pipeline's call; None: its defaults.
-        batch_size: items per call of the pipeline.
+        batch_size: items per call of the pipeline; None: 16 images, or 1 video.
         fps: frames per second of the videos, which their length follows from; None: 16, as Wan2.1 is trained with.
         npz: when all images are there, also write `samples.npz` with `arr_0`, uint8 (N, H, W, 3), for the ADM suite.
         progress: show a bar.
@@ -122,6 +122,7 @@ def generate_images(
     if not conditions:
         raise UserError("the number of images must be at least 1, got no conditions")
     videos = makes_videos(pipeline)
+    batch_size = batch_size or (1 if videos else 16)
     if npz and videos:
         raise UserError(f"npz is for images; {type(pipeline).__name__} makes videos")
     if fps is not None and not videos:

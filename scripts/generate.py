@@ -4,7 +4,7 @@
     accelerate launch scripts/generate.py --pipeline out --num-images 50000 --steps 250 --guidance-scale 1.5 \\
         --out samples/ --npz
     python scripts/generate.py --pipeline sana-mhla --prompts captions.jsonl --out samples/ --height 1024 --width 768
-    python scripts/generate.py --pipeline wan-mhla --prompts prompts.txt --out videos/ --num-frames 81 --batch-size 1
+    python scripts/generate.py --pipeline wan-mhla --prompts prompts.txt --out videos/ --num-frames 81
 
 Item i is a function of the seed and i. Running the command again makes what is missing; a folder of other settings is
 refused. Several processes on one folder, launched together or started by hand at any time, share the work.
@@ -41,7 +41,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-frames", type=int, help="of a video; Wan: 4k + 1 (default: the pipeline's; Wan 81)")
     parser.add_argument("--fps", type=float, help="frames per second of a video file (default: 16, as Wan2.1)")
     parser.add_argument("--seed", type=int, default=0, help="everything depends on it (default: 0)")
-    parser.add_argument("--batch-size", type=int, default=16, help="items per forward pass (default: 16)")
+    parser.add_argument("--batch-size", type=int, help="items per forward pass (default: 16 images, 1 video)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of all weights")
     parser.add_argument("--device", help="cuda, cpu, … (default: the GPU of this process if there is one)")
     parser.add_argument("--npz", action="store_true", help="also write samples.npz, as the ADM suite reads it")

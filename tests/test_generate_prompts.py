@@ -222,6 +222,19 @@ def test_video_shows_the_frames_of_the_pipeline_in_order(wan, tmp_path, monkeypa
     assert (errors.argmin(1) == np.arange(5)).all()
 
 
+def test_videos_are_made_one_at_a_time_unless_asked_otherwise(wan, tmp_path, monkeypatch):
+    original, sizes = MHLAWanPipeline.__call__, []
+
+    def counting(self, *args, **kwargs):
+        sizes.append(len(kwargs["prompt"]))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(MHLAWanPipeline, "__call__", functools.wraps(original)(counting))
+    generate_images(wan, PROMPTS[:2], tmp_path / "one", **VIDEOS | {"batch_size": None})
+    generate_images(wan, PROMPTS[:2], tmp_path / "two", **VIDEOS)
+    assert sizes == [1, 1, 2]
+
+
 def test_resumed_videos_equal_those_of_one_go(wan, tmp_path):
     generate_images(wan, PROMPTS[:3], tmp_path / "whole", **VIDEOS)
     generate_images(wan, PROMPTS[:2], tmp_path / "cut", **VIDEOS)
@@ -295,9 +308,11 @@ def claiming_process(out, index):
     ready = fork.Event()
 
     def hold():
-        if Claims(out).take(index):
+        claims = Claims(out)
+        if claims.take(index):
             ready.set()
         time.sleep(600)
+        claims.close()
 
     process = fork.Process(target=hold)
     process.start()
