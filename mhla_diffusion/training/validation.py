@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from ..backbones import family_named
 from ..backbones.family import Family, Objective
 from ..errors import UserError
-from .checkpoints import learning_weights
+from .checkpoints import learning_weights, on_main_process
 from .config import TrainConfig, ValidationOptions
 from .data import ImageSource, read_batches, sample_generator
 from .encoding import Encoder, open_components, sample_conditions
@@ -259,7 +259,9 @@ class Validation:
                     f"validation.images is {config.validation.images}, but no pipeline with a VAE is named to decode "
                     "them; name one in model.components, or set it to 0"
                 )
-            self.conditions = grid_conditions(shown, config)
+            # By one process, because a text encoder that training does without may have to be loaded for it.
+            rows = on_main_process(accelerator, lambda: {k: v.cpu() for k, v in grid_conditions(shown, config).items()})
+            self.conditions = {name: value.to(accelerator.device) for name, value in rows.items()}
             self.shape = sample_shape(shown.source, config)
 
     def __call__(
