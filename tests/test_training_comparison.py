@@ -14,6 +14,7 @@ from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import comparison, config_from_dict, config_to_yaml, held_out_loss
 from mhla_diffusion.training.comparison import Retrofit, compare_retrofits, grid, read_results, results_table
+from mhla_diffusion.training.config import config_to_dict
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,11 @@ def test_every_cell_is_run_once_within_the_same_steps(config, tmp_path, monkeypa
     assert more[:4] == rows and len(more) == 6
     assert [(cell.model.mhla["cpe"], cell.train.seed, cell.train.steps) for cell in ran] == [(True, 0, 6), (True, 1, 6)]
     assert not list((tmp_path / "out" / "cells").glob("*/pipeline"))
+
+
+def test_a_models_held_out_loss_does_not_depend_on_the_seed_of_training(config):
+    other = config_from_dict(config_to_dict(config), {"train": {"seed": config.train.seed + 1}})
+    assert held_out_loss(other, config.model.pretrained) == held_out_loss(config, config.model.pretrained)
 
 
 def test_an_interrupted_comparison_goes_on(config, tmp_path, monkeypatch):

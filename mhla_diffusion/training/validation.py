@@ -152,6 +152,8 @@ def image_grid(images: list[np.ndarray], columns: int | None = None) -> Image.Im
 
 # The loss ------------------------------------------------------------------------------------------------------------
 
+NOISE_SEED = 0  # of the noise and timesteps of held-out samples, whatever `train.seed` is
+
 
 def validation_loss(
     objective: Objective,
@@ -159,12 +161,12 @@ def validation_loss(
     encoder: Encoder,
     options: ValidationOptions,
     batch_size: int,
-    seed: int,
     accelerator: Accelerator,
 ) -> dict[str, float]:
-    """Mean loss and its parts over held-out samples, each with the same noise and timestep every time it is called.
+    """Mean loss and its parts over held-out samples, each with the same noise and timestep in every run.
 
-    `model` may be the prepared one, so that the precision is that of training. Every process takes part.
+    So losses of different models, and of runs with different seeds, can be compared. `model` may be the prepared one, so
+    that the precision is that of training. Every process takes part.
     """
     source = encoder.source
     total = min(len(source), options.loss_images)
@@ -175,8 +177,8 @@ def validation_loss(
     plan = [[(0, index) for index in batches[i % len(batches)][0]] for i in mine]
     counts = [batches[i][1] if i < len(batches) else 0 for i in mine]
     sums: dict[str, float] = {}
-    for count, batch in zip(counts, read_batches(source, plan, seed, num_workers=0), strict=True):
-        generators = [sample_generator(seed, "validation", index) for _, index in batch.keys]
+    for count, batch in zip(counts, read_batches(source, plan, NOISE_SEED, num_workers=0), strict=True):
+        generators = [sample_generator(NOISE_SEED, "validation", index) for _, index in batch.keys]
         latents, conditions = encoder(batch, generators)
         inputs = objective.prepare(accelerator.unwrap_model(model), latents, conditions, generators)
         for name, values in objective.loss(model, inputs).items():
@@ -204,10 +206,7 @@ def batches_of_one_shape(source: ImageSource, total: int, batch_size: int) -> li
 
 
 def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]:
-    """Validation loss and its parts of a saved pipeline, on the held-out data and with the objective of `config`.
-
-    The noise is that of a training run with the same config, so losses of different models can be compared.
-    """
+    """Validation loss and its parts of a saved pipeline, on the held-out data and with the objective of `config`."""
     family = family_named(config.model.family)
     source = open_source(config.data.train, "data.train", config.data, family, flip=False)
     held_out = open_source(
@@ -225,9 +224,7 @@ def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]
     encoder = Encoder(family, components, config.data, held_out, accelerator.device)
     objective = family.objective(label_dropout=config.train.label_dropout, **config.train.objective)
     with averaged_weights(model, None):
-        return validation_loss(
-            objective, model, encoder, config.validation, config.train.batch_size, config.train.seed, accelerator
-        )
+        return validation_loss(objective, model, encoder, config.validation, config.train.batch_size, accelerator)
 
 
 # Both ----------------------------------------------------------------------------------------------------------------
@@ -281,9 +278,7 @@ class Validation:
         grid = None
         with averaged_weights(model, ema):
             if self.held_out is not None:
-                parts = validation_loss(
-                    self.objective, prepared, self.held_out, options, batch_size, seed, self.accelerator
-                )
+                parts = validation_loss(self.objective, prepared, self.held_out, options, batch_size, self.accelerator)
                 values = {f"validation/{name}": value for name, value in parts.items()}
             if options.images:
                 grid = validation_grid(
