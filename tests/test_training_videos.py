@@ -11,9 +11,10 @@ from test_video_files import clock, numbers
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.randomness import sample_generator
 from mhla_diffusion.training.config import DataOptions
+from mhla_diffusion.training.data import UnreadableSample, read_batches
 from mhla_diffusion.training.moving_digits import write_moving_digits
 from mhla_diffusion.training.video_files import write_mp4
-from mhla_diffusion.training.videos import VideoFolder, holds_videos, nearest_size
+from mhla_diffusion.training.videos import VideoFolder, holds_videos
 
 
 def options(**changes) -> DataOptions:
@@ -102,14 +103,8 @@ def test_each_video_gets_the_bucket_of_its_shape_portrait_too(tmp_path):
     for i in range(4):
         video = source.read(i, sample_generator(0)).image
         assert tuple(video.shape[1:]) == source.shapes[source.shape_of(i)]
-    with pytest.raises(UserError, match=r"data.buckets is \[\[32\]\]; for videos a list like"):
+    with pytest.raises(UserError, match=r"data.buckets is \[\[32\]\]; .* \[\[height, width\], …\] in pixels"):
         VideoFolder(root, options(buckets=[[32]]))
-
-
-def test_the_nearest_aspect_ratio_is_that_of_the_smallest_factor():
-    assert nearest_size(100, 100, [(50, 100), (90, 100), (130, 100)]) == 1
-    assert nearest_size(720, 1280, [(480, 832), (832, 480)]) == 0
-    assert nearest_size(1280, 720, [(480, 832), (832, 480)]) == 1
 
 
 def test_short_videos_are_skipped_looped_or_held_by_rule(tmp_path):
@@ -139,26 +134,27 @@ def test_other_frame_counts_than_4k_plus_1_are_refused_with_the_nearest(tmp_path
 
 def test_captions_come_from_metadata_and_from_files_beside(tmp_path):
     root = folder_of(tmp_path / "v", a=5, b=5)
-    (root / "sub").mkdir()
-    write_mp4(clock(5), root / "sub" / "c.mp4", 10)
-    (root / "metadata.jsonl").write_text(
-        json.dumps({"file_name": "sub/c.mp4", "text": "in a sub-folder"}) + "\n\n"
-        + json.dumps({"file_name": "a.mp4", "text": "from the metadata"}) + "\n"
-    )  # fmt: skip
     source = VideoFolder(root, options())
-    texts = {name: source.read(i, sample_generator(0)).text for i, name in enumerate(source.files)}
-    assert texts == {"a.mp4": "from the metadata", "b.mp4": "a clock named b", "sub/c.mp4": "in a sub-folder"}
+    assert source.texts == ["a clock named a", "a clock named b"]
+    (root / "sub").mkdir()
+    (root / "b.mp4").rename(root / "sub" / "b.mp4")
+    rows = [{"file_name": "sub/b.mp4", "text": "in a sub-folder"}, {"file_name": "a.mp4", "text": "from the metadata"}]
+    (root / "metadata.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    source = VideoFolder(root, options())
+    assert dict(zip(source.files, source.texts, strict=True)) == {row["file_name"]: row["text"] for row in rows}
 
 
 def test_missing_captions_and_files_are_told_at_the_start(tmp_path):
     root = folder_of(tmp_path / "v", caption=False, a=5, b=5)
-    with pytest.raises(UserError, match=r"video .*a.mp4 has no caption \(2 videos have none\); a line with file_name"):
+    with pytest.raises(UserError, match=r"video folder .* has no captions; a metadata.jsonl .* beside each NAME.mp4"):
+        VideoFolder(root, options())
+    (root / "a.txt").write_text("only this one")
+    with pytest.raises(UserError, match=r"video .*b.mp4 has no caption \(no .txt beside it\)"):
         VideoFolder(root, options())
     lines = [json.dumps({"file_name": f"{name}.mp4", "text": "x"}) for name in "ab"]
     for line, reason in (
-        (json.dumps({"file_name": "c.mp4", "text": "x"}), "metadata.jsonl names c.mp4, which is not there"),
-        (json.dumps({"file_name": "a.mp4", "text": None}), "metadata.jsonl, line 3: a.mp4 has no caption"),
-        (json.dumps({"text": "x"}), "metadata.jsonl, line 3, is not a JSON object with 'file_name' and 'text'"),
+        (json.dumps({"file_name": "c.mp4", "text": "x"}), "line 3, names 'c.mp4', which is no video in that folder"),
+        (json.dumps({"file_name": "a.mp4", "text": None}), "metadata.jsonl, line 3, is not a JSON object"),
         ("{", "metadata.jsonl, line 3, is not a JSON object"),
     ):
         (root / "metadata.jsonl").write_text("\n".join([*lines, line]))
@@ -174,13 +170,19 @@ def test_missing_captions_and_files_are_told_at_the_start(tmp_path):
         VideoFolder(root, options(fps=0.0))
 
 
-def test_files_that_cannot_be_opened_are_left_out_and_told(tmp_path):
-    root = folder_of(tmp_path / "v", a=5, b=5)
+def test_another_video_stands_in_for_one_that_cannot_be_opened(tmp_path):
+    root = folder_of(tmp_path / "v", a=5, b=5, c=5)
     (root / "b.mp4").write_bytes((root / "b.mp4").read_bytes()[:400])
-    with pytest.warns(UserWarning, match="b.mp4 cannot be read: .*; it is left out"):
-        assert VideoFolder(root, options()).files == ["a.mp4"]
-    (root / "a.mp4").write_bytes(b"")
-    with pytest.raises(UserError, match="2 of the 2 videos of data.train .* cannot be read; the first: video .*a.mp4"):
+    source = VideoFolder(root, options())
+    with pytest.raises(UnreadableSample, match="b.mp4 cannot be read"):
+        source.read(1, sample_generator(0))
+    with pytest.warns(UserWarning, match="b.mp4 cannot be read: .*; another one is used in its place"):
+        (batch,) = read_batches(source, [[(0, 0), (0, 1), (0, 2)]], seed=0, num_workers=0)
+    assert batch.images.shape == (3, 3, 5, 32, 32)
+    assert batch.texts == ["a clock named a", "a clock named c", "a clock named c"]
+    for name in "ac":
+        (root / f"{name}.mp4").write_bytes(b"")
+    with pytest.raises(UserError, match="3 or more of 3 samples cannot be read, .* the first: video .*a.mp4"):
         VideoFolder(root, options())
 
 
@@ -192,7 +194,7 @@ def test_a_video_that_is_damaged_after_its_start_is_told_when_it_is_read(tmp_pat
     content[place + size // 2 : place + size - 4] = bytes(size - 4 - size // 2)
     (root / "a.mp4").write_bytes(content)
     source = VideoFolder(root, options(num_frames=37))
-    with pytest.raises(UserError, match="a.mp4 (is damaged|ends at|cannot be read)"):
+    with pytest.raises(UnreadableSample, match="a.mp4 (is damaged|ends at|cannot be read)"):
         source.read(0, sample_generator(0))
 
 

@@ -1,4 +1,4 @@
-"""Captions of the images in a folder: a metadata.jsonl, or a text file beside each image."""
+"""Captions of the images or videos in a folder: a metadata.jsonl, or a text file beside each of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import UserError
 METADATA = "metadata.jsonl"
 
 
-def read_captions(root: Path, names: Sequence[str]) -> dict[str, str]:
-    """One caption for each of the images `names`, which are below `root`.
+def read_captions(root: Path, names: Sequence[str], kind: str = "image") -> dict[str, str]:
+    """One caption for each of the images (or whatever `kind` calls them) `names`, which are below `root`.
 
     They are in ROOT/metadata.jsonl, one line of {"file_name": …, "text": …} per image, or, where there is no such
     file, in NAME.txt beside NAME.png.
@@ -23,20 +23,20 @@ def read_captions(root: Path, names: Sequence[str]) -> dict[str, str]:
         UserError: when there are none, one is empty or missing, or one is of an image that is not there.
     """
     if (root / METADATA).is_file():
-        return _from_metadata(root, names)
+        return _from_metadata(root, names, kind)
     beside = {name: root / PurePosixPath(name).with_suffix(".txt") for name in names}
     progress = tqdm(beside.items(), "reading captions", unit="caption", delay=5, leave=False, dynamic_ncols=True)
     found = {name: _text(path) for name, path in progress if path.is_file()}
     if not found:
         raise UserError(
-            f"image folder {root} has no captions; a {METADATA} with file_name and text in each line, or NAME.txt "
-            "beside each NAME.png, is expected"
+            f"{kind} folder {root} has no captions; a {METADATA} with file_name and text in each line, or NAME.txt "
+            f"beside each NAME{PurePosixPath(names[0]).suffix}, is expected"
         )
     for name, text in found.items():
         if not text:
             empty = sum(not text for text in found.values())
-            raise UserError(f"caption {beside[name]} is empty{_first_of(empty)}; give it a text, or remove the image")
-    _refuse_missing(root, [name for name in names if name not in found], f"no {beside[names[0]].suffix} beside it")
+            raise UserError(f"caption {beside[name]} is empty{_first_of(empty)}; give it a text, or remove the {kind}")
+    _refuse_missing(root, [name for name in names if name not in found], "no .txt beside it", kind)
     return found
 
 
@@ -57,29 +57,29 @@ def read_metadata(path: Path) -> dict[str, tuple[int, str]]:
     return captions
 
 
-def _from_metadata(root: Path, names: Sequence[str]) -> dict[str, str]:
+def _from_metadata(root: Path, names: Sequence[str], kind: str) -> dict[str, str]:
     path = root / METADATA
     rows, there = read_metadata(path), set(names)
     if missing := [(number, name) for name, (number, _) in rows.items() if name not in there]:
         number, name = missing[0]
         raise UserError(
-            f"{path}, line {number}, names {name!r}, which is no image in that folder{_first_of(len(missing))}; remove "
-            "such lines, or restore the images"
+            f"{path}, line {number}, names {name!r}, which is no {kind} in that folder{_first_of(len(missing))}; "
+            f"remove such lines, or restore the {kind}s"
         )
     if empty := [number for number, text in rows.values() if not text]:
         raise UserError(
             f"{path}, line {empty[0]}, has an empty caption{_first_of(len(empty))}; give it a text, or remove line and "
-            "image"
+            f"{kind}"
         )
-    _refuse_missing(root, [name for name in names if name not in rows], f"no line in {path}")
+    _refuse_missing(root, [name for name in names if name not in rows], f"no line in {path}", kind)
     return {name: rows[name][1] for name in names}
 
 
-def _refuse_missing(root: Path, missing: Sequence[str], why: str) -> None:
+def _refuse_missing(root: Path, missing: Sequence[str], why: str, kind: str) -> None:
     if missing:
         raise UserError(
-            f"image {root / missing[0]} has no caption ({why}){_first_of(len(missing))}; add captions, or remove "
-            "the images"
+            f"{kind} {root / missing[0]} has no caption ({why}){_first_of(len(missing))}; add captions, or remove "
+            f"the {kind}s"
         )
 
 

@@ -8,20 +8,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 import os
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
 
 from ..errors import UserError
+from .buckets import assign, open_buckets
+from .captions import read_captions
 from .config import DataOptions
-from .data import Sample, UnreadableSample
+from .data import Sample, UnreadableSample, most_damaged, too_many_damaged
 from .video_files import VIDEO_SUFFIXES, VideoInfo, probe, read_clip
 
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of ITU-R BT.601
@@ -41,8 +42,8 @@ class VideoFolder:
     caption. H × W is `data.size` squared, or the one of `data.buckets` whose aspect ratio is nearest to the video's:
     the clip is scaled to cover it and the middle is cut out.
 
-    Videos shorter than a clip are left out (`data.short_clips` "skip"), begun again ("loop"), or stand still at their
-    end ("hold"). Files that cannot be opened are left out too, as long as they are 1 % at most, or ten.
+    Videos shorter than a clip are left out (`data.short_clips` "skip"), begin again ("loop"), or stand still at their
+    end ("hold").
 
     Args:
         root: the folder; videos may be in sub-folders.
@@ -52,7 +53,7 @@ class VideoFolder:
 
     Raises:
         UserError: for a number of frames that is not 4k + 1, a rate that is not positive, a missing file or caption,
-            and a folder without usable videos.
+            a folder without usable videos, and one where more than 1 % of them, and more than ten, cannot be opened.
     """
 
     class_names: ClassVar[list[str]] = []
@@ -66,19 +67,21 @@ class VideoFolder:
         if not self.root.is_dir():
             raise UserError(f"{key} is {str(root)!r}, which is not a folder; a folder of videos is expected")
         check_rates(options)
-        self.sizes = bucket_sizes(options)
-        captions = self._captions(key)
-        infos = self._opened(sorted(captions), key)
-        long_enough = {name: info.frames_at(options.fps) >= options.num_frames for name, info in infos.items()}
-        self.short = [name for name, enough in long_enough.items() if not enough]
-        self._report_short(infos, key)
-        self.files = [name for name in infos if long_enough[name] or options.short_clips != "skip"]
+        buckets = open_buckets(options) or {(options.size, options.size): 1.0}
+        names = self._names(key)
+        captions = read_captions(self.root, names, "video")
+        infos = self._opened(names)
+        self.short = [name for name, info in infos.items() if info and info.frames_at(options.fps) < options.num_frames]
+        self._report_short([info for info in infos.values() if info], key)
+        left_out = {*self.short} if options.short_clips == "skip" else set()
+        self.files = [name for name in names if name not in left_out]
         self.texts = [captions[name] for name in self.files]
-        self.frames = [infos[name].frames_at(options.fps) for name in self.files]
-        fits = [nearest_size(infos[name].height, infos[name].width, self.sizes) for name in self.files]
-        used = sorted(set(fits))
-        self._shape_of = [used.index(i) for i in fits]
-        self.shapes: list[tuple[int, ...]] = [self._shape(self.sizes[i]) for i in used]
+        # Of a file that cannot be opened only reading says so, as of any damaged one.
+        kept = [infos[name] for name in self.files]
+        self.frames = [info.frames_at(options.fps) if info else options.num_frames for info in kept]
+        sizes, self._shape_of = assign([info and (info.height, info.width) for info in kept], buckets)
+        moments = () if options.num_frames == 1 else (options.num_frames,)
+        self.shapes: list[tuple[int, ...]] = [(*moments, *size) for size in sizes]
         reading = [options.num_frames, options.fps, options.short_clips, options.channels, self.shapes]
         content = json.dumps([reading, self.files, self.texts, self.frames]).encode()
         self.fingerprint = f"{len(self.files)} videos, {hashlib.sha256(content).hexdigest()[:16]}"
@@ -114,35 +117,19 @@ class VideoFolder:
             video = video.flip(-1)
         return Sample(video if wanted > 1 else video[:, 0], text=self.texts[index])
 
-    def _shape(self, size: tuple[int, int]) -> tuple[int, ...]:
-        return (self.options.num_frames, *size) if self.options.num_frames > 1 else size
-
-    def _captions(self, key: str) -> dict[str, str]:
-        """The caption of every video in the folder, by its path within it."""
-        found = {
-            path.relative_to(self.root).as_posix(): path
+    def _names(self, key: str) -> list[str]:
+        """The videos in the folder, by their path within it."""
+        names = sorted(
+            path.relative_to(self.root).as_posix()
             for path in self.root.rglob("*")
             if path.suffix.lower() in VIDEO_SUFFIXES and not path.name.startswith(".")
-        }
-        if not found:
+        )
+        if not names:
             raise UserError(f"{key} {self.root} holds no videos ({', '.join(VIDEO_SUFFIXES)})")
-        captions = read_metadata(self.root / "metadata.jsonl")
-        if absent := [name for name in captions if not (self.root / name).is_file()]:
-            raise UserError(f"{self.root / 'metadata.jsonl'} names {absent[0]}, which is not there")
-        for name, path in found.items():
-            beside = path.with_suffix(".txt")
-            if name not in captions and beside.is_file():
-                captions[name] = beside.read_text(encoding="utf-8").strip()
-        if without := sorted(found.keys() - captions.keys()):
-            raise UserError(
-                f"video {self.root / without[0]} has no caption"
-                f"{f' ({len(without)} videos have none)' if len(without) > 1 else ''}; a line with file_name and text "
-                f"in {self.root / 'metadata.jsonl'}, or a file {Path(without[0]).stem}.txt beside it, is expected"
-            )
-        return captions
+        return names
 
-    def _opened(self, names: Sequence[str], key: str) -> dict[str, VideoInfo]:
-        """What is in each video that can be opened; the others are told of."""
+    def _opened(self, names: Sequence[str]) -> dict[str, VideoInfo | None]:
+        """What is in each video; None for one that cannot be opened. Raises `UserError` when those are too many."""
 
         def look(name: str) -> VideoInfo | UserError:
             try:
@@ -152,31 +139,28 @@ class VideoFolder:
 
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             looks = dict(zip(names, pool.map(look, names), strict=True))
-        broken = {name: look for name, look in looks.items() if isinstance(look, UserError)}
-        if len(broken) == len(looks) or len(broken) > max(10, len(looks) // 100):
-            raise UserError(
-                f"{len(broken)} of the {len(looks)} videos of {key} {self.root} cannot be read; the first: "
-                f"{next(iter(broken.values()))}"
-            )
-        for error in broken.values():
-            _say(f"{error}; it is left out")
-        return {name: look for name, look in looks.items() if isinstance(look, VideoInfo)}
+        broken = [str(look) for look in looks.values() if isinstance(look, UserError)]
+        if len(broken) == len(names) or len(broken) > most_damaged(len(names)):
+            raise too_many_damaged(broken, len(names))
+        return {name: look if isinstance(look, VideoInfo) else None for name, look in looks.items()}
 
-    def _report_short(self, infos: dict[str, VideoInfo], key: str) -> None:
+    def _report_short(self, infos: Sequence[VideoInfo], key: str) -> None:
         if not self.short:
             return
         rule, clip = self.options.short_clips, f"{self.options.num_frames} frames at {self.options.fps:g} per second"
         if rule == "skip" and len(self.short) == len(infos):
-            longest = max(info.frames_at(self.options.fps) for info in infos.values())
+            longest = max(info.frames_at(self.options.fps) for info in infos)
             raise UserError(
                 f"all {len(infos)} videos of {key} {self.root} are shorter than {clip}, the longest has {longest}; "
                 "lower data.num_frames or raise data.fps, or set data.short_clips to loop or hold"
             )
         done = {"skip": "are left out", "loop": "begin again", "hold": "stand still at their end"}[rule]
-        _say(
-            f"{len(self.short)} of the {len(infos)} videos of {key} {self.root} are shorter than {clip} and {done} "
-            f"(data.short_clips={rule}); the first is {self.short[0]}"
-        )
+        if os.environ.get("RANK", "0") == "0":  # once, not in every process
+            warnings.warn(
+                f"{len(self.short)} of the {len(infos)} videos of {key} {self.root} are shorter than {clip} and {done} "
+                f"(data.short_clips={rule}); the first is {self.short[0]}",
+                stacklevel=3,
+            )
 
 
 def check_rates(options: DataOptions) -> None:
@@ -187,45 +171,3 @@ def check_rates(options: DataOptions) -> None:
         raise UserError(f"data.num_frames is {frames}; 4k + 1 frames are accepted, such as {near}")
     if not 0 < options.fps < 1000:
         raise UserError(f"data.fps is {options.fps}; frames per second between 0 and 1000 are accepted")
-
-
-def bucket_sizes(options: DataOptions) -> list[tuple[int, int]]:
-    """The (height, width) that clips may have."""
-    if options.buckets is None:
-        return [(options.size, options.size)]
-    sizes = options.buckets
-    fine = isinstance(sizes, list) and sizes and all(isinstance(size, list) and len(size) == 2 for size in sizes)
-    if not fine or not all(isinstance(side, int) and side > 0 for size in sizes for side in size):
-        raise UserError(f"data.buckets is {sizes!r}; for videos a list like [[480, 832], [832, 480]] is accepted")
-    return [tuple(size) for size in sizes]
-
-
-def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> int:
-    """Which of `sizes` has the aspect ratio nearest to that of height × width; of equal ones the first."""
-    aspect = math.log(height / width)
-    return min(range(len(sizes)), key=lambda i: abs(math.log(sizes[i][0] / sizes[i][1]) - aspect))
-
-
-def read_metadata(path: Path) -> dict[str, str]:
-    """Captions by file name from a metadata.jsonl; {} where there is none. Raises `UserError` with the line."""
-    if not path.is_file():
-        return {}
-    captions: dict[str, str] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        row: Any = None
-        try:
-            row = json.loads(line)
-            name = row["file_name"]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}, line {number}, is not a JSON object with 'file_name' and 'text'") from None
-        if not isinstance(row.get("text"), str):
-            raise UserError(f"{path}, line {number}: {name} has no caption; 'text' with a string is expected")
-        captions[name] = row["text"]
-    return captions
-
-
-def _say(message: str) -> None:
-    if os.environ.get("RANK", "0") == "0":  # once, not in every process
-        warnings.warn(message, stacklevel=3)
