@@ -106,7 +106,8 @@ def fill_in(out: Path, manifest: dict[str, Any], lines: Sequence[str], files: Se
 def _check_content(out: Path, manifest: dict[str, Any], lines: Sequence[str], files: Sequence[str]) -> None:
     place, path = f"the output folder {str(out)!r}", out / MANIFEST
     if not path.is_file():
-        if any(out.glob(f"*{Path(files[0]).suffix}")) or any((out / file).exists() for file in files):
+        strangers = [found for found in out.glob(f"*{Path(files[0]).suffix}") if not found.name.startswith(".")]
+        if strangers or any((out / file).exists() for file in files):
             raise UserError(f"{place} holds {_items(manifest)} without {MANIFEST}; choose a new folder")
         return
     try:
