@@ -165,8 +165,8 @@ def validation_loss(
 ) -> dict[str, float]:
     """Mean loss and its parts over held-out samples, each with the same noise and timestep in every run.
 
-    So losses of different models, and of runs with different seeds, can be compared. `model` may be the prepared one, so
-    that the precision is that of training. Every process takes part.
+    So losses of different models, and of runs with different seeds, can be compared. `model` may be the prepared one,
+    so that the precision is that of training. Every process takes part.
     """
     source = encoder.source
     total = min(len(source), options.loss_images)
