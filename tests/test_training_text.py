@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from mhla_diffusion.training.cache import cache_latents
 from mhla_diffusion.training.checkpoints import checkpoints
 from mhla_diffusion.training.config import DataOptions, TrainOptions
 from mhla_diffusion.training.data import Batch
-from mhla_diffusion.training.encoding import Encoder, open_components
+from mhla_diffusion.training.encoding import Encoder, check_conditions, open_components
 from mhla_diffusion.training.learning import choose_trainable
 from mhla_diffusion.training.sources import open_source
 
@@ -177,17 +178,21 @@ def test_validation_prompts_change_the_pictures(place, tmp_path):
     assert same == first != other
 
 
-def test_data_without_what_the_family_takes_are_refused(place, tmp_path):
-    from training_runs import make_images
-
-    make_images(tmp_path / "classes", size=64)
-    with pytest.raises(UserError, match="takes captions, but data.train has samples without one"):
-        finetune(
-            text_config(place, tmp_path / "run", {"data": {"train": str(tmp_path / "classes"), "validation": None}})
-        )
-    changes = {"model": {"family": "dit", "pretrained": None, "mhla": {"blocks": [2, 2]}}}
-    with pytest.raises(UserError, match="takes classes, but data.train has none"):
-        finetune(text_config(place, tmp_path / "run", changes))
+@pytest.mark.parametrize(
+    ("family", "source", "said"),
+    [
+        (
+            "sana",
+            {"captioned": False, "class_names": ["cat"]},
+            "takes captions, but data.train has samples without one",
+        ),
+        ("dit", {"captioned": True, "class_names": []}, "takes classes, but data.train has none"),
+    ],
+)
+def test_data_without_what_the_family_takes_are_refused(family, source, said):
+    source = SimpleNamespace(text_cached=False, **source)
+    with pytest.raises(UserError, match=said):
+        check_conditions(family_named(family), {"data.train": source, "data.validation": None})
 
 
 @pytest.mark.parametrize(
