@@ -11,6 +11,7 @@ import bisect
 import signal
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -42,6 +43,13 @@ class SampleOrder:
             permutation = torch.randperm(self.num_images, generator=generator).tolist()
             self._permutations = {e: p for e, p in self._permutations.items() if e == epoch - 1} | {epoch: permutation}
         return epoch, self._permutations[epoch][position]
+
+
+class StreamOrder:
+    """The samples of an endless stream, one after the other: all in "epoch" 0, as a stream counts without an end."""
+
+    def __getitem__(self, sample: int) -> tuple[int, int]:
+        return 0, sample
 
 
 class BucketOrder:
@@ -95,8 +103,10 @@ class BucketOrder:
         return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def sample_order(source: ImageSource, seed: int, batch_size: int) -> SampleOrder | BucketOrder:
+def sample_order(source: ImageSource, seed: int, batch_size: int) -> SampleOrder | BucketOrder | StreamOrder:
     """The order in which training sees `source`; with several shapes every `batch_size` samples are of one."""
+    if _is_stream(source):
+        return StreamOrder()
     if source.shapes is None or len(source.shapes) == 1:
         return SampleOrder(len(source), seed)
     return BucketOrder([source.shape_of(index) for index in range(len(source))], seed, batch_size)
@@ -110,7 +120,7 @@ class BatchPlan:
     step·batch_size + (round·num_processes + rank)·local_batch_size + position.
     """
 
-    order: SampleOrder | BucketOrder
+    order: SampleOrder | BucketOrder | StreamOrder
     batch_size: int
     rounds: int
     rank: int
@@ -221,12 +231,23 @@ class _Reader(Dataset):
     """
 
     def __init__(self, source: ImageSource, seed: int):
-        self.source, self.seed = source, seed
+        self.source, self.seed = source.shuffled(seed) if _is_stream(source) else source, seed
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+        if not _is_stream(self.source):
+            return [self[key] for key in keys]
+        try:
+            self.source.fetch([index for _, index in keys])
+        except UserError as error:
+            return [error]
+        with ThreadPoolExecutor(self.source.threads) as pool:
+            return list(pool.map(self.__getitem__, keys))
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[tuple[int, int], Sample, list[str]] | UserError:
         epoch, index = key
         count, shape, skipped = len(self.source), self.source.shape_of(index), []
-        for candidate in ((index + further) % count for further in range(count)):
+        for further in range(count):
+            candidate = index + further if _is_stream(self.source) else (index + further) % count
             if self.source.shape_of(candidate) != shape:
                 continue
             try:
@@ -234,11 +255,15 @@ class _Reader(Dataset):
                 return key, sample, skipped
             except UnreadableSample as error:
                 skipped.append(str(error))
-                if len(skipped) > most_damaged(count):
+                if len(skipped) > most_damaged(0 if _is_stream(self.source) else count):
                     break
             except UserError as error:
                 return error
         return too_many_damaged(skipped, count)
+
+
+def _is_stream(source: ImageSource) -> bool:
+    return hasattr(source, "shuffled")
 
 
 def most_damaged(count: int) -> int:
@@ -284,22 +309,24 @@ def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) ->
     loader = DataLoader(
         _Reader(source, seed),
         batch_sampler=plan,
-        num_workers=num_workers,
+        num_workers=min(1, num_workers) if _is_stream(source) else num_workers,  # a stream is read once, in threads
         collate_fn=_collate,
         worker_init_fn=_ignore_sigterm,
         generator=torch.Generator(),  # the loader's own seed must not be taken from, nor move, the global one
         pin_memory=torch.cuda.is_available(),
     )
     damaged: dict[str, None] = {}
+    count = 0 if _is_stream(source) else len(source)
     try:
         for batch in loader:
             if isinstance(batch, Batch):
+                count += len(batch.keys) if _is_stream(source) else 0  # a stream is judged by what is read of it
                 for sentence in batch.skipped:
                     if sentence not in damaged:
                         warnings.warn(f"{sentence}; another one is used in its place", stacklevel=2)
                         damaged[sentence] = None
-                if len(damaged) > most_damaged(len(source)):
-                    batch = too_many_damaged(damaged, len(source))
+                if len(damaged) > most_damaged(count):
+                    batch = too_many_damaged(damaged, count)
             if isinstance(batch, UserError):
                 batch.of_one_process = True  # the other processes do not know of it, so this one has to say it
                 raise batch

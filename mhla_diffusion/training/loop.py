@@ -32,6 +32,7 @@ from .model import check_fit, load_components, load_model
 from .run_folder import open_run
 from .sources import open_source
 from .stage import agreed, batch_plan, check_same_data, progress_bar, stop_signals
+from .streams import UNKNOWN
 from .validation import Validation
 
 
@@ -228,8 +229,9 @@ def describe(model: nn.Module, trainable_parameters: int, source: ImageSource) -
     classes = f" of {len(source.class_names)} classes" if source.class_names else " with captions"
     shapes = describe_shapes(source)
     total = sum(parameter.numel() for parameter in model.parameters())
+    samples = "a stream of samples" if len(source) == UNKNOWN else f"{len(source):,} samples"
     return (
-        f"{trainable_parameters:,} of {total:,} parameters learn{of_these}, on {len(source):,} samples{classes}"
+        f"{trainable_parameters:,} of {total:,} parameters learn{of_these}, on {samples}{classes}"
         f"{f' ({shapes})' if shapes else ''}"
     )
 

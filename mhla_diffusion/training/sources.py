@@ -14,6 +14,7 @@ from .config import DataOptions
 from .data import ImageSource
 from .hf_datasets import DatasetImages, is_dataset
 from .images import ImageFolder
+from .streams import StreamedImages
 
 ACCEPTED = (
     "an image folder (with one sub-folder per class, or with captions), a folder of videos, a Hugging Face dataset "
@@ -39,6 +40,10 @@ def open_source(
         return CachedLatents(path, options, flip=flip, class_names=class_names)
     if not path:
         raise UserError(f"{key} is not set; {ACCEPTED}")
+    if options.streaming and key == "data.train":  # held-out samples are few, and looked at again and again
+        if not is_dataset(path):
+            raise UserError(f"data.streaming is true, but {key} {path!r} is no Hugging Face dataset; set it to false")
+        return StreamedImages(path, options, flip=flip, class_names=class_names, takes_text=family.takes_text)
     how: dict[str, Any] = {"takes_text": family.takes_text, "buckets": open_buckets(options)}
     if is_dataset(path):
         return DatasetImages(path, options.size, options.channels, flip, class_names, **how)
