@@ -1,10 +1,10 @@
-"""Encode a training config's images once with its VAE, so that training reads latents.
+"""Encode a training config's images or videos, and their captions, once, so that training reads what came out.
 
     accelerate launch scripts/cache_latents.py --config configs/dit_s2_256.yaml data.train=imagenet --out latents
     accelerate launch scripts/finetune.py --config configs/dit_s2_256.yaml data.train=latents
 
-What was cut goes on with the same command. The images' size, channels and flips, and the VAE, are those of the config;
-a cache that does not fit the config it is trained with is refused.
+What was cut goes on with the same command. Sizes, buckets, flips and the form of captions are those of the config, VAE
+and text encoder those of its model; a cache that does not fit the config it is trained with is refused.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", metavar="FILE", help="recipe, a YAML file as in configs/")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder of the cache, for data.train")
-    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="images per pass of the VAE (32)")
+    parser.add_argument("--batch-size", type=int, default=32, metavar="N", help="samples per pass of the VAE (32)")
     parser.add_argument(
-        "--dtype", default="float32", help="of the stored latents: float32 (default), float16, bfloat16"
+        "--dtype", default="float32", help="of what is stored: float32 (default), float16, bfloat16"
     )
-    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="images per file (1024)")
+    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe, as data.size=512")
     arguments = parser.parse_intermixed_args(argv)
 

@@ -410,16 +410,29 @@ def test_a_full_disk_is_one_sentence_and_the_last_good_checkpoint_stays(tmp_path
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
-def test_an_image_that_breaks_costs_no_step_and_can_be_removed(tmp_path):
+def test_a_damaged_image_is_told_and_replaced_also_after_a_resume(tmp_path):
+    config = tiny_config(tmp_path, "whole")
+    sorted((tmp_path / "images").rglob("*.png"))[11].write_bytes(b"no image any more")
+    with pytest.warns(UserWarning, match="4.png cannot be read: .*another one is used in its place"):
+        assert finetune(config).step == 6
+    finetune(tiny_config(tmp_path, "cut", train={"steps": 4, "schedule": "constant"}))
+    finetune(tiny_config(tmp_path, "cut", train={"schedule": "constant"}), resume="latest")
+    finetune(tiny_config(tmp_path, "uncut", train={"schedule": "constant"}, data={"num_workers": 2}))
+    assert losses(tmp_path / "cut") == losses(tmp_path / "uncut")
+
+
+def test_too_many_damaged_images_cost_no_step_and_can_be_removed(tmp_path):
     steps = {"train": {"steps": 12}, "checkpoint": {"every": 0}}
-    config = tiny_config(tmp_path, **steps)
-    broken = sorted((tmp_path / "images").rglob("*.png"))[11]
-    broken.write_bytes(b"no image any more")
-    with pytest.raises(UserError, match=rf"{broken.name} cannot be read"):
+    config = tiny_config(tmp_path, **steps, data={"validation": None})
+    broken = sorted((tmp_path / "images").rglob("*.png"))[::2]
+    for path in broken:
+        path.write_bytes(b"no image any more")
+    with pytest.raises(UserError, match="11 or more of 21 samples cannot be read"), pytest.warns(UserWarning):
         finetune(config)
     (kept,) = checkpoints(tmp_path / "run" / "checkpoints")
     assert 0 < int(kept.name.removeprefix("step-")) < 12
-    broken.unlink()
+    for path in broken:
+        path.unlink()
     with pytest.raises(UserError, match="has other images.*--allow-config-change"):
         finetune(config, resume="latest")
     assert finetune(config, resume="latest", allow_config_change=True).step == 12
