@@ -46,6 +46,7 @@ def main() -> int:
         ("--blocks", "4x4", "block counts"),
         ("--mixing", "full", "full, separable or both"),
         ("--align-steps", "0", "steps of the alignment"),
+        ("--locality", "null", "of the first mixing, 0 to 1; null: the family's"),
         ("--seeds", "0,1,2", "each choice is run with each"),
     ):
         kind = counts if name == "--blocks" else listed
@@ -64,7 +65,7 @@ def main() -> int:
             finished = args.out / "teacher" / "pipeline"
             teacher = finished if finished.is_dir() else finetune(recipe, resume="latest").pipeline
         config = load_config(args.config, [*QUIET, f"model.pretrained={teacher}", *args.overrides])
-        fields = ("feature_map", "cpe", "gate", "blocks", "mixing", "align_steps")
+        fields = ("feature_map", "cpe", "gate", "blocks", "mixing", "align_steps", "locality")
         choices = grid(**{name: getattr(args, name) for name in fields})
         rows = compare_retrofits(choices, args.seeds, config, args.out)
         curves = {name: [row["curve"] for row in group] for name, group in by_choice(rows).items()}

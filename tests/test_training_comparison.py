@@ -13,7 +13,14 @@ from training_runs import ROOT, TINY, make_images
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import comparison, config_from_dict, config_to_yaml, held_out_loss
-from mhla_diffusion.training.comparison import Retrofit, compare_retrofits, grid, read_results, results_table
+from mhla_diffusion.training.comparison import (
+    Retrofit,
+    cell_config,
+    compare_retrofits,
+    grid,
+    read_results,
+    results_table,
+)
 from mhla_diffusion.training.config import config_to_dict
 
 
@@ -82,6 +89,13 @@ def test_the_table_shows_median_range_and_steps_best_first():
     assert lines[2] == "| hedgehog | 3 | 0.1500 (0.0950–0.2500) | 11 (3 of 3) |"
     assert lines[3] == "| relu | 3 | 0.3000 (0.1900–0.5000) | – (1 of 3) |"
     assert lines[-1] == "The teacher's loss is 0.2000."
+
+
+def test_a_locality_is_part_of_the_choice_only_where_it_is_given(config, tmp_path):
+    given, default = grid(blocks=[(2, 2)], locality=[0.5, None])
+    assert given.name == "relu, 2×2 full, locality 0.5" and default.name == "relu, 2×2 full"
+    assert cell_config(config, given, 3, tmp_path / "a").model.mhla["locality"] == 0.5
+    assert "locality" not in cell_config(config, default, 3, tmp_path / "b").model.mhla
 
 
 def test_what_cannot_be_compared_is_said(config, tmp_path):

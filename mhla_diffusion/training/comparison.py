@@ -31,12 +31,14 @@ class Retrofit:
     blocks: tuple[int, ...] = (4, 4)
     mixing: str = "full"
     align_steps: int = 0
+    locality: float | None = None  # of the first mixing; None: the family's
 
     @property
     def name(self) -> str:
         """Such as "hedgehog, CPE, 4×4 full, aligned 50"."""
         parts = [self.feature_map, *(["CPE"] if self.cpe else []), *(["gate"] if self.gate else [])]
         parts.append(f"{'×'.join(map(str, self.blocks))} {self.mixing}")
+        parts += [] if self.locality is None else [f"locality {self.locality:g}"]
         return ", ".join([*parts, f"aligned {self.align_steps}"] if self.align_steps else parts)
 
 
@@ -113,6 +115,8 @@ def compare_retrofits(
 def cell_config(config: TrainConfig, choice: Retrofit, seed: int, place: Path) -> TrainConfig:
     """The run of one choice with one seed; raises `UserError` for a choice that no MHLAConfig can have."""
     fields = {name: value for name, value in dataclasses.asdict(choice).items() if name != "align_steps"}
+    if choice.locality is None:
+        del fields["locality"]
     train = {"seed": seed, "align_steps": choice.align_steps, "steps": config.train.steps - choice.align_steps}
     cell = config_from_dict(
         config_to_dict(config),
