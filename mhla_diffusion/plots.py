@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from .errors import UserError
+from .training.config import read_yaml
 from .training.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -25,13 +28,61 @@ def read_curve(metrics: str | Path, name: str) -> tuple[list[int], list[float]]:
     return [row["step"] for row in rows], [row[name] for row in rows]
 
 
-def plot_losses(runs: Mapping[str, str | Path], out: str | Path, starts: Mapping[str, int] | None = None) -> Path:
+def run_curves(runs: Mapping[str, str | Path]) -> tuple[dict[str, Path], dict[str, int]]:
+    """Of training runs' folders by label: their metrics.jsonl, and the step at which each curve begins.
+
+    A run whose `model.pretrained` is the pipeline of another one given begins at that one's last step, others at 0.
+    Raises `UserError` for a folder that holds no run.
+    """
+    metrics = {label: Path(folder) / "metrics.jsonl" for label, folder in runs.items()}
+    origins: dict[str, str | None] = {}
+    for label, folder in runs.items():
+        if not (Path(folder) / "config.yaml").is_file() or not metrics[label].is_file():
+            raise UserError(f"--run {label}={folder} holds no run; an output_dir of scripts/finetune.py is expected")
+        pretrained = read_yaml(Path(folder) / "config.yaml").get("model", {}).get("pretrained")
+        shown = {Path(other).resolve() / "pipeline": name for name, other in runs.items() if name != label}
+        origins[label] = shown.get(Path(pretrained).resolve()) if pretrained else None
+
+    def start(label: str | None, seen: tuple[str | None, ...] = ()) -> int:
+        origin = None if label in seen else origins[label]
+        if origin is None:
+            return 0
+        return start(origin, (*seen, label)) + max(row["step"] for row in read_metrics(metrics[origin]))
+
+    return metrics, {label: start(label) for label in runs}
+
+
+def read_samples(folders: Mapping[str, str | Path], count: int) -> tuple[dict[str, list[Image.Image]], list[str]]:
+    """The first `count` images of generated folders by label, and the prompts or classes that all of them share.
+
+    Raises `UserError` for a folder with fewer, or whose prompts differ from those of the others.
+    """
+    rows: dict[str, list[Image.Image]] = {}
+    columns: list[str] | None = None
+    for label, folder in folders.items():
+        conditions = Path(folder) / "labels.jsonl"
+        lines = conditions.read_text(encoding="utf-8").split("\n")[:-1] if conditions.is_file() else []
+        items = [json.loads(line) for line in lines[:count]]
+        if len(items) < count or not all((Path(folder) / item["file"]).is_file() for item in items):
+            raise UserError(f"--samples {label}={folder} does not hold {count} images made by scripts/generate.py")
+        titles = [textwrap.fill(str(item.get("prompt", item.get("class_labels", ""))), 14) for item in items]
+        if columns not in (None, titles):
+            raise UserError(f"--samples {label}={folder} has other prompts than the folders before it; use the same")
+        columns = titles
+        rows[label] = [Image.open(Path(folder) / item["file"]) for item in items]
+    return rows, columns or []
+
+
+def plot_losses(
+    runs: Mapping[str, str | Path], out: str | Path, starts: Mapping[str, int] | None = None, log: bool = True
+) -> Path:
     """Loss curves of several runs in one PNG: training loss as lines, held-out loss as points.
 
     Args:
         runs: label to the run's metrics.jsonl.
         out: the PNG file.
         starts: label to the step at which its curve begins, for a run that goes on from another; default 0.
+        log: whether the axis of losses is logarithmic.
     """
     figure, axes = new_figure(7.0, 4.0)
     for label, metrics in runs.items():
@@ -43,7 +94,7 @@ def plot_losses(runs: Mapping[str, str | Path], out: str | Path, starts: Mapping
             axes.plot([start + s for s in steps], losses, "o-", color=line.get_color(), label=f"{label}, held out")
     axes.set_xlabel("optimiser step")
     axes.set_ylabel("loss")
-    axes.set_yscale("log")
+    axes.set_yscale("log" if log else "linear")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     return save_figure(figure, out)
