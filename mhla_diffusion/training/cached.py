@@ -37,7 +37,7 @@ CONDITION = "conditions."
 TOKENS = "tokens."  # conditions of one row per token, those of all samples after each other
 LENGTHS = "lengths."  # how many rows a sample has there; the rest, up to its full length, is zero
 OPEN_SHARDS = 64  # per reading process
-READING = ("buckets", "num_frames", "fps", "short_clips")  # data options that decide what a sample is
+READING = ("buckets", "channels", "num_frames", "fps", "short_clips")  # data options that decide what a sample is
 TEXT = ("instruction", "max_tokens")  # and what a caption is
 
 
@@ -66,9 +66,9 @@ class CachedLatents:
             )
         self.text_cached = self.captioned = about["text"] is not None
         for key, wanted in described(options, self.text_cached).items():
-            if about[key] != wanted:
+            if (made_with := about.get(key)) != wanted:
                 raise UserError(
-                    f"cache {root} was made with data.{key}={short(about[key])}, but data.{key} is {short(wanted)}; "
+                    f"cache {root} was made with data.{key}={short(made_with)}, but data.{key} is {short(wanted)}; "
                     "change that, or make another cache"
                 )
         if flip and not about["flip"]:
@@ -212,7 +212,7 @@ class _Shard:
 
 def described(options: DataOptions, text: bool) -> dict[str, Any]:
     """The data options that decide what a cache holds, in the form in which JSON gives them back."""
-    names = [*(() if isinstance(options.buckets, list) else ("size",)), "channels", *READING, *(TEXT if text else ())]
+    names = [*READING, *(() if isinstance(options.buckets, list) else ("size",)), *(TEXT if text else ())]
     return json.loads(json.dumps({name: getattr(options, name) for name in names}))
 
 
