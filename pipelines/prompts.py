@@ -9,6 +9,7 @@ from typing import Any
 from diffusers import DiffusionPipeline
 
 from ..errors import UserError
+from ..text_files import read_lines as read_lines
 from .generation_folder import check_name
 
 
@@ -94,21 +95,3 @@ def class_conditions(
             )
         conditions.append({"class_labels": label})
     return conditions
-
-
-def read_lines(path: str | Path, what: str) -> list[tuple[int, str]]:
-    """The lines of a text file that are not empty, stripped, with their numbers from 1.
-
-    Raises:
-        UserError: the file, a `what`, cannot be read or has no such line.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"the {what} {str(path)!r} cannot be read ({reason})") from None
-    # Not splitlines(): a prompt may hold characters, such as U+2028, that it takes for the end of a line.
-    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise UserError(f"the {what} {str(path)!r} is empty")
-    return lines

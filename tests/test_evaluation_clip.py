@@ -162,7 +162,7 @@ def entries(**changes):
         (entries() + [{"file": "000000.png", "prompt": "another"}], ["two captions", "000000.png"]),
         (entries() + [{"prompt": "nameless"}], ["caption 7", "names no file"]),
         ([{"file": "000000.png"}], ["line 1", "prompt, text, caption"]),
-        (["a cat"], ["line 1", "prompt, text, caption"]),
+        (["a cat"], ["line 1", "JSON object"]),
         ([{"prompt": "a"}, {"prompt": "b"}], ["2 captions", "6 images"]),
         ([], ["empty"]),
     ],
@@ -176,10 +176,10 @@ def test_bad_captions_are_refused_in_one_sentence(generated, labels, words):
 
 def test_folder_without_captions_says_what_is_looked_for(generated, scorer):
     (generated / "labels.jsonl").unlink()
-    with pytest.raises(UserError, match="neither labels.jsonl nor metadata.jsonl nor '000000.txt'"):
+    with pytest.raises(UserError, match="has no captions; a metadata.jsonl .* or NAME.txt"):
         score(generated, scorer)
     (generated / "000000.txt").write_text("a cat")
-    with pytest.raises(UserError, match="'000001.txt' cannot be read"):
+    with pytest.raises(UserError, match="000001.png has no caption .*the first of 5"):
         score(generated, scorer)
     with pytest.raises(UserError, match="cannot be read"):
         score(generated, scorer, generated / "nowhere.jsonl")

@@ -165,7 +165,7 @@ def test_wrong_number_of_images_is_noted(tmp_path):
         ({"correct": 1}, ["line 2", "correct=1"]),
         ({"tag": "three_object"}, ["line 2", "'three_object'", "'two_object'"]),
         ({"metadata": None}, ["line 2", "'metadata'"]),
-        ({"filename": "out/colors-0/samples/0000.png"}, ["lines 1 and 2", "both about"]),
+        ({"filename": "out/colors-0/samples/0000.png"}, ["line 2", "as line 1", "once"]),
     ],
 )
 def test_bad_results_are_refused_by_line(tmp_path, change, words):
@@ -188,4 +188,4 @@ def test_script_lays_out_and_sums_up(metadata, tmp_path, capsys):
     assert "overall" in capsys.readouterr().out
     assert json.loads((tmp_path / "scores.json").read_text())["overall"] == 0.5
     assert module.main(["--geneval-results", str(tmp_path / "nowhere.jsonl")]) == 2
-    assert capsys.readouterr().err.startswith("error: the GenEval results")
+    assert capsys.readouterr().err.startswith("error: the GenEval results file")

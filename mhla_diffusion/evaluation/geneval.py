@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError, check_writable, nearest
+from ..text_files import read_objects
 from ..training.checkpoints import write_whole
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -35,13 +36,12 @@ def read_metadata(path: str | Path) -> list[dict[str, Any]]:
         UserError: a missing or empty file, or a line without a prompt, one of the six tags and `include`.
     """
     entries = []
-    for number, line in _lines(path, "the GenEval metadata"):
-        entry = _object(line, number, path)
-        _check_tag(entry, number, path)
+    for place, entry in read_objects(path, "GenEval metadata file"):
+        _check_tag(entry, place)
         if not isinstance(entry.get("prompt"), str) or not entry["prompt"].strip():
-            raise UserError(f"line {number} of {str(path)!r} has no 'prompt'")
+            raise UserError(f"{place} has no 'prompt'")
         if not isinstance(entry.get("include"), list):
-            raise UserError(f"line {number} of {str(path)!r} has no list 'include' of what has to be seen")
+            raise UserError(f"{place} has no list 'include' of what has to be seen")
         entries.append(entry)
     return entries
 
@@ -105,19 +105,18 @@ def summarize_results(path: str | Path) -> dict[str, Any]:
     """
     correct: dict[str, list[bool]] = {}
     prompts: dict[str, list[bool]] = {}
-    files: dict[str, int] = {}
-    for number, line in _lines(path, "the GenEval results"):
-        entry = _object(line, number, path)
-        tag = _check_tag(entry, number, path)
+    files: dict[str, str] = {}
+    for place, entry in read_objects(path, "GenEval results file"):
+        tag = _check_tag(entry, place)
         value = entry.get("correct")
         if not isinstance(value, bool):
-            raise UserError(f"line {number} of {str(path)!r} has correct={value!r}; true or false is accepted")
+            raise UserError(f"{place} has correct={value!r}; true or false is accepted")
         prompt = entry.get("metadata", entry.get("prompt"))
         if not isinstance(prompt, str):
-            raise UserError(f"line {number} of {str(path)!r} has neither 'metadata' nor 'prompt'")
+            raise UserError(f"{place} has neither 'metadata' nor 'prompt'")
         file = entry.get("filename")
-        if file is not None and files.setdefault(file, number) != number:
-            raise UserError(f"lines {files[file]} and {number} of {str(path)!r} are both about {file!r}")
+        if file is not None and files.setdefault(file, place) != place:
+            raise UserError(f"{place} is about {file!r}, as {files[file]} is; each image is to stand once")
         correct.setdefault(tag, []).append(value)
         prompts.setdefault(prompt, []).append(value)
     tasks = {task: _share(correct[task]) for task in TASKS if task in correct}
@@ -166,33 +165,8 @@ def _share(values: list[bool]) -> float:
     return sum(values) / len(values)
 
 
-def _lines(path: str | Path, what: str) -> list[tuple[int, str]]:
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{what} {str(path)!r} cannot be read ({reason})") from None
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise UserError(f"{what} {str(path)!r} is empty")
-    return lines
-
-
-def _object(line: str, number: int, path: str | Path) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"line {number} of {str(path)!r} is not JSON ({error})") from None
-    if not isinstance(entry, dict):
-        raise UserError(f"line {number} of {str(path)!r} is not a JSON object: {line[:60]!r}")
-    return entry
-
-
-def _check_tag(entry: dict[str, Any], number: int, path: str | Path) -> str:
+def _check_tag(entry: dict[str, Any], place: str) -> str:
     tag = entry.get("tag")
     if tag not in TASKS:
-        raise UserError(
-            f"line {number} of {str(path)!r} has tag={tag!r}{nearest(str(tag), TASKS)}; GenEval's tags are "
-            f"{', '.join(TASKS)}"
-        )
+        raise UserError(f"{place} has tag={tag!r}{nearest(str(tag), TASKS)}; GenEval's tags are {', '.join(TASKS)}")
     return tag

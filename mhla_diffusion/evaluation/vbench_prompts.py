@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..text_files import read_lines
 from .vbench_dimensions import DIMENSIONS, dimension_named
 
 SAMPLES, FLICKERING_SAMPLES = 5, 25
@@ -80,7 +81,7 @@ def read_suite(
         what = "is neither a .json nor a .txt file" if path.exists() else "does not exist"
         raise UserError(f"VBench's prompts {str(path)!r}: this {what}; give VBench_full_info.json or a folder of .txt")
     if augmented is not None:
-        prompts = _augmented(prompts, _lines(Path(augmented)), augmented)
+        prompts = _augmented(prompts, augmented)
     if dimensions is not None:
         wanted = {dimension_named(name).name for name in dimensions}
         prompts = [prompt for prompt in prompts if wanted & set(prompt.dimensions)]
@@ -160,6 +161,8 @@ def _read_json(path: Path) -> list[Prompt]:
         names = entry.get("dimension") if isinstance(entry, dict) else None
         if not isinstance(text, str) or not text.strip() or not isinstance(names, list) or not names:
             raise UserError(f"entry {number} of {str(path)!r} has no 'prompt_en' or no list 'dimension'")
+        if not text.isprintable() and "\ud800" <= max(text) <= "\udfff":
+            raise UserError(f"entry {number} of {str(path)!r} has a prompt that is not valid Unicode")
         dimensions = tuple(dimension_named(name).name for name in names)
         prompts.append(Prompt(text, dimensions, entry, text))
     return prompts
@@ -172,7 +175,8 @@ def _read_text(path: Path) -> list[Prompt]:
             f"{str(path)!r} does not say which dimension its prompts belong to; give VBench_full_info.json, the folder "
             "prompts_per_dimension, or a file named after a dimension"
         )
-    return [Prompt(t, dimensions, {"prompt_en": t, "dimension": list(dimensions)}, t) for t in _lines(path) if t]
+    lines = [line for _, line in read_lines(path, "prompt file")]
+    return [Prompt(line, dimensions, {"prompt_en": line, "dimension": list(dimensions)}, line) for line in lines]
 
 
 def _dimensions_of(path: Path) -> tuple[str, ...]:
@@ -180,17 +184,11 @@ def _dimensions_of(path: Path) -> tuple[str, ...]:
     return tuple(name for name, dimension in DIMENSIONS.items() if dimension.prompts == path.stem)
 
 
-def _lines(path: Path) -> list[str]:
-    try:
-        return [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the prompt file {str(path)!r} cannot be read ({error})") from None
-
-
-def _augmented(prompts: list[Prompt], lines: list[str], path: str | Path) -> list[Prompt]:
-    if len(lines) != len(prompts) or not all(lines):
+def _augmented(prompts: list[Prompt], path: str | Path) -> list[Prompt]:
+    lines = [line for _, line in read_lines(path, "file of longer prompts")]
+    if len(lines) != len(prompts):
         raise UserError(
-            f"{str(path)!r} has {sum(map(bool, lines))} prompts, the suite has {len(prompts)}; one line each is needed"
+            f"{str(path)!r} has {len(lines)} prompts, the suite has {len(prompts)}; one line each is needed"
         )
     return [replace(prompt, generated_from=line) for prompt, line in zip(prompts, lines, strict=True)]
 
