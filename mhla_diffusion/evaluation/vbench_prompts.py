@@ -161,8 +161,10 @@ def _read_json(path: Path) -> list[Prompt]:
         names = entry.get("dimension") if isinstance(entry, dict) else None
         if not isinstance(text, str) or not text.strip() or not isinstance(names, list) or not names:
             raise UserError(f"entry {number} of {str(path)!r} has no 'prompt_en' or no list 'dimension'")
-        if not text.isprintable() and "\ud800" <= max(text) <= "\udfff":
-            raise UserError(f"entry {number} of {str(path)!r} has a prompt that is not valid Unicode")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"entry {number} of {str(path)!r} has a prompt that is not valid Unicode") from None
         dimensions = tuple(dimension_named(name).name for name in names)
         prompts.append(Prompt(text, dimensions, entry, text))
     return prompts
