@@ -128,20 +128,7 @@ def cache_latents(
     key = "data.size" if data.buckets is None else "data.buckets"
     check_factor([(data.size, data.size)] if source.shapes is None else source.shapes, factor, key)
 
-    about = {
-        "format": FORMAT,
-        "family": family.name,
-        "vae": fingerprint(components["vae"]),
-        "text": {name: fingerprint(components[name]) for name in family.text_components} or None,
-        **described(data, family.takes_text),
-        "flip": data.flip,
-        "preprocessing": PREPROCESSING,
-        "data": source.fingerprint,
-        "shapes": source.shapes and [list(shape) for shape in source.shapes],
-        "dtype": dtype,
-        "shard_size": shard_size,
-        "class_names": source.class_names,
-    }
+    about = on_main_process(accelerator, lambda: _about(family, components, config, source, dtype, shard_size))
     ranges = [range(len(source))[first : first + shard_size] for first in range(0, len(source), shard_size)]
     encoder = _Encoder(family, components, data, DTYPES[dtype], accelerator.device)
     missing = on_main_process(accelerator, lambda: _open_cache(out, about, len(ranges), source, encoder))
@@ -266,6 +253,26 @@ def _open_pixels(data: DataOptions, family: Family) -> ImageSource:
     if data.train and (Path(data.train) / INDEX).is_file():
         raise UserError(f"data.train {data.train} is a cache already; the images themselves are expected")
     return open_source(data.train, "data.train", data, family, flip=False)
+
+
+def _about(
+    family: Family, components: Mapping[str, Any], config: TrainConfig, source: ImageSource, dtype: str, shard_size: int
+) -> dict[str, Any]:
+    """What a cache is made of and with: two caches that agree in it hold the same."""
+    return {
+        "format": FORMAT,
+        "family": family.name,
+        "vae": fingerprint(components["vae"]),
+        "text": {name: fingerprint(components[name]) for name in family.text_components} or None,
+        **described(config.data, family.takes_text),
+        "flip": config.data.flip,
+        "preprocessing": PREPROCESSING,
+        "data": source.fingerprint,
+        "shapes": source.shapes and [list(shape) for shape in source.shapes],
+        "dtype": dtype,
+        "shard_size": shard_size,
+        "class_names": source.class_names,
+    }
 
 
 def _check_components(family: Family, components: Mapping[str, Any], data: DataOptions) -> None:

@@ -53,8 +53,9 @@ class ImageSamples:
             return
         with ThreadPoolExecutor(min(16, 4 * (os.cpu_count() or 1))) as pool:
             sizes = pool.map(read, range(count), chunksize=256)
-            sizes = tqdm(sizes, "reading image sizes", count, unit="image", delay=5, leave=False, dynamic_ncols=True)
-            self.shapes, self._shape_of = assign([*sizes], buckets)
+            bar = {"unit": "image", "delay": 5, "leave": False, "dynamic_ncols": True}
+            bar["disable"] = os.environ.get("RANK", "0") != "0"  # one for all processes
+            self.shapes, self._shape_of = assign([*tqdm(sizes, "reading image sizes", count, **bar)], buckets)
 
     def _sample(
         self,
