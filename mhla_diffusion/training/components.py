@@ -73,6 +73,7 @@ def write_sana_components(
         UserError: for a size that the VAE cannot halve, captions that are missing, or an `out` that is not empty.
     """
     from diffusers import DPMSolverMultistepScheduler, SanaPipeline
+    from diffusers.utils import logging
 
     out, clock = Path(out), time.perf_counter()
     check_arguments(out, size, 8, steps, batch_size)
@@ -87,11 +88,15 @@ def write_sana_components(
     pictures, psnr = finish_autoencoder(vae, learned, held_out)
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     pipeline = SanaPipeline(tokenizer, text_encoder, vae.cpu(), None, scheduler)
+    shown = logging.get_verbosity()
+    logging.set_verbosity_error()  # that there is no transformer to save
     try:
         with whole_folder(out) as folder:
             pipeline.save_pretrained(folder)
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+    finally:
+        logging.set_verbosity(shown)
     parameters = {"VAE": count_parameters(vae), "text encoder": count_parameters(text_encoder)}
     seconds = time.perf_counter() - clock
     return ComponentsReport(out, len(images), psnr, len(tokenizer), parameters, seconds, pictures)
