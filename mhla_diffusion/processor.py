@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .attention import mhla_attention, saturating_cast
 from .errors import UserError, nearest
-from .feature_maps import at_least_float32, build_feature_map, check_feature_map
+from .feature_maps import ELEMENTWISE, at_least_float32, build_feature_map, check_feature_map
 from .layout import BlockLayout, check_counts
 from .mixing import BlockMixing, check_mixing_kind
 
@@ -189,15 +189,29 @@ class MHLAProcessor(nn.Module):
         rotary = None
         if rotary_emb is not None and self.config.rope == "before":
             query, key = (apply_rotary(x, *rotary_emb) for x in (query, key))
-        query, key = self.feature_map(query, key)
+        fused = "identity"
         if rotary_emb is not None and self.config.rope == "after":
+            query, key = self.feature_map(query, key)
             rotary = tuple(apply_rotary(x, *rotary_emb) for x in (query, key))
+        elif self.config.feature_map in ELEMENTWISE:
+            fused = self.config.feature_map  # costs less inside
+        else:
+            query, key = self.feature_map(query, key)
 
         # What a head norm scales or a gate multiplies may outgrow float16 on the way, so it stays in float32.
         wide = self.head_norm is not None or self.gate is not None
         values = at_least_float32(value) if wide else value
         out = mhla_attention(
-            query, key, values, self.mixing(), layout, self.config.normalize, self.config.eps, rotary, attention_mask
+            query,
+            key,
+            values,
+            self.mixing(),
+            layout,
+            self.config.normalize,
+            self.config.eps,
+            rotary,
+            attention_mask,
+            fused,
         )
         if self.head_norm is not None:
             out = self.head_norm(out)
@@ -243,9 +257,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     has 2D) are rotated part by part. Computes in and returns at least float32.
     """
     x = at_least_float32(x)
-    cos, sin = (
-        angles[..., 0::2].to(x.dtype).repeat(1, 1, 1, x.shape[-1] // angles.shape[-1]) for angles in (cos, sin)
-    )
+    cos, sin = (angles[..., 0::2].to(x.dtype).repeat(1, 1, 1, x.shape[-1] // angles.shape[-1]) for angles in (cos, sin))
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from ..errors import UserError
 from ..feature_maps import ELEMENTWISE
 from ..layout import BlockLayout
-from . import cpu, plain
+from . import autograd, plain
+from .cpu import CPUKernel
 
 BACKENDS = ("auto", "plain", "cpu")
 VARIABLE = "MHLA_BACKEND"
@@ -39,7 +40,7 @@ def attend(
     """
     arguments = (mixing, layout, normalize, eps, rotary, key_mask)
     if choose_backend(query, key, value, backend) == "cpu":
-        return cpu.attend(query, key, value, *arguments, feature_map)
+        return autograd.attend(CPUKernel, query, key, value, *arguments, feature_map)
     features = ELEMENTWISE[feature_map]
     return plain.attend(features(query), features(key), value, *arguments)
 

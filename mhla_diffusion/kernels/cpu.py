@@ -11,13 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..feature_maps import ELEMENTWISE, SHIFT, no_autocast
+from ..feature_maps import SHIFT
 from ..layout import BlockLayout
 from . import plain
 
@@ -25,73 +24,7 @@ SCRATCH_ELEMENTS = 2**18  # of one buffer, where one head does not need more
 Part = tuple[slice, slice]  # of the batch and of the heads
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixing: plain.Mixing,
-    layout: BlockLayout,
-    normalize: bool,
-    eps: float,
-    rotary: tuple[Tensor, Tensor] | None = None,
-    key_mask: Tensor | None = None,
-    feature_map: str = "identity",
-) -> Tensor:
-    """`mhla_attention` of CPU tensors that were checked; `feature_map` is one of ELEMENTWISE, not used with rotary."""
-    factors = (mixing,) if isinstance(mixing, Tensor) else tuple(mixing)
-    options = (eps, layout, key_mask, feature_map)
-    with no_autocast(query):
-        if rotary is None or not normalize:
-            query, key = rotary if rotary is not None else (query, key)
-            return _Attention.apply(query, key, value, normalize, *options, *factors)
-        wide = torch.promote_types(value.dtype, torch.float32)
-        ones = value.new_ones((), dtype=wide).expand(*value.shape[:3], 1)
-        numerator = _Attention.apply(*rotary, value.to(wide), False, *options, *factors)
-        denominator = _Attention.apply(query, key, ones, False, *options, *factors)
-        return plain.saturating_cast(numerator / (denominator + eps), value.dtype)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        normalize: bool,
-        eps: float,
-        layout: BlockLayout,
-        key_mask: Tensor | None,
-        feature_map: str,
-        *factors: Tensor,
-    ) -> Tensor:
-        work = _Work(query, key, value, normalize, layout, key_mask, feature_map, factors)
-        keep = normalize and any(ctx.needs_input_grad)
-        out, denominators = work.outputs(eps, keep)
-        saturated = out if out.dtype == torch.float16 else None
-        ctx.save_for_backward(query, key, value, key_mask, denominators, saturated, *factors)
-        ctx.options = (normalize, eps, layout, feature_map)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, key_mask, denominators, saturated, *factors = ctx.saved_tensors
-        normalize, eps, layout, feature_map = ctx.options
-        needed = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[8:])
-        if torch.is_grad_enabled():  # somebody will differentiate the gradients
-            inputs = [x.view_as(x) for x in (query, key, value, *factors)]
-            with no_autocast(query):
-                gradients = _plain_gradients(inputs, needed, grad, normalize, eps, layout, key_mask, feature_map)
-        else:
-            if saturated is not None:
-                grad = grad.masked_fill(saturated.abs() >= torch.finfo(torch.float16).max, 0)
-            with no_autocast(query):
-                work = _Work(query, key, value, normalize, layout, key_mask, feature_map, factors)
-                gradients = work.gradients(grad, denominators, needed)
-        return (*gradients[:3], None, None, None, None, None, *gradients[3:])
-
-
-class _Work:
+class CPUKernel:
     """One call: its tensors seen by head and block, and the scratch buffers that its parts use one after the other.
 
     In a buffer the tokens of n = batches × heads of a part lie block by block, (n * M, L, columns).
@@ -102,15 +35,16 @@ class _Work:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        factors: Sequence[Tensor],
         normalize: bool,
+        eps: float,
         layout: BlockLayout,
         key_mask: Tensor | None,
         feature_map: str,
-        factors: Sequence[Tensor],
     ) -> None:
         self.batch, _, self.heads, self.dim = query.shape
         self.width = value.shape[-1]
-        self.normalize = normalize
+        self.normalize, self.eps = normalize, eps
         self.feature_map = feature_map
         self.inputs = (query, key, value)
         self.dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), torch.float32)
@@ -132,19 +66,19 @@ class _Work:
             for h in range(0, self.heads, self.part_heads):
                 yield slice(b, b + self.part_batch), slice(h, h + self.part_heads)
 
-    def outputs(self, eps: float, keep_denominators: bool) -> tuple[Tensor, Tensor | None]:
-        """(B, N, H, E) attention, and the (B, H, M, L) denominators."""
+    def outputs(self, keep: bool) -> tuple[Tensor, Tensor | None]:
+        """The attention (B, N, H, E), and its denominators (B, H, M, L) if they are to be kept and there are any."""
         value = self.inputs[2]
         out = torch.empty(value.shape, dtype=value.dtype)
         denominators = None
-        if keep_denominators:
+        if keep and self.normalize:
             denominators = torch.empty(self.batch, self.heads, self.num_blocks, self.block_size, dtype=self.dtype)
         out_tokens = self.places.tokens(out)
         for part in self.parts():
             mixed = self.mixed(self.summaries(part))[-1]
             result = torch.bmm(self.queries(part), mixed, out=self.token_buffer("result", self.columns))
             if self.normalize:
-                result[..., self.width].add_(eps)
+                result[..., self.width].add_(self.eps)
                 if denominators is not None:
                     kept = denominators[part]
                     kept.copy_(result[..., self.width].view(kept.shape))
@@ -351,26 +285,6 @@ def _map_(x: Tensor, feature_map: str) -> None:
         x.add_(SHIFT)
     if feature_map == "elu":
         F.elu_(x).add_(1)
-
-
-def _plain_gradients(
-    inputs: list[Tensor],
-    needed: Sequence[bool],
-    grad: Tensor,
-    normalize: bool,
-    eps: float,
-    layout: BlockLayout,
-    key_mask: Tensor | None,
-    feature_map: str,
-) -> list[Tensor | None]:
-    """As `_Work.gradients`, but such that they can be differentiated again."""
-    query, key, value, *factors = inputs
-    mixing = factors[0] if len(factors) == 1 else factors
-    features = ELEMENTWISE[feature_map]
-    out = plain.attend(features(query), features(key), value, mixing, layout, normalize, eps, None, key_mask)
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need]
-    found = iter(torch.autograd.grad(out, wanted, grad, create_graph=True))
-    return [next(found) if need else None for need in needed]
 
 
 def _columns(width: int) -> int:
