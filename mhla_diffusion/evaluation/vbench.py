@@ -69,7 +69,9 @@ def evaluate_videos(
         UserError: an unknown dimension, missing videos, no `vbench` (all of these before anything is computed), or
             dimensions that failed, after all others have been tried. Results are kept and used by the next call.
     """
-    chosen = [dimension_named(name).name for name in dimensions] if dimensions is not None else list(DIMENSIONS)
+    chosen = list(
+        dict.fromkeys(dimension_named(name).name for name in (DIMENSIONS if dimensions is None else dimensions))
+    )
     if not Path(videos).is_dir():
         raise UserError(f"the folder of videos {str(videos)!r} does not exist")
     if filtered is not None and not Path(filtered).is_dir():
