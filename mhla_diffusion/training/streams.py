@@ -75,10 +75,9 @@ class StreamedImages(ImageSamples):
             if unknown := [own for own in own_names if own not in self.class_names]:
                 raise UserError(f"dataset {name!r} has class {unknown[0]!r}, which the training images do not have")
             self._labels = [self.class_names.index(own) for own in own_names]
-        columns = {"image": image} | ({} if caption is None else {"text": caption})
-        columns |= {} if takes_text else {"label": label}
-        rows = rows.select_columns([*columns.values()]).rename_columns({old: new for new, old in columns.items()})
-        self.rows = rows.cast_column("image", datasets.Image(decode=False))
+        self._image, self._label_column, self._caption = image, None if takes_text else label, caption
+        columns = [name for name in (image, self._label_column, caption) if name is not None]
+        self.rows = rows.select_columns(columns).cast_column(image, datasets.Image(decode=False))
         split = (rows.info.splits or {}).get(str(rows.split))
         self.count: int | None = split.num_examples if split is not None and split.num_examples else None
         content = [str(rows.info.builder_name), str(rows.info.config_name), str(rows.info.version), rows.num_shards]
@@ -106,11 +105,12 @@ class StreamedImages(ImageSamples):
         if self._stream is None:
             raise RuntimeError("a stream is read through `shuffled`")
         row = self._stream.row(index)
-        path = row["image"]["path"] or f"{index} of dataset {self.name}"
-        if self.captioned and not (row["text"] or "").strip():
+        path = row[self._image]["path"] or f"{index} of dataset {self.name}"
+        text = row[self._caption] if self._caption else None
+        if self.captioned and not (text or "").strip():
             raise UserError(f"dataset {self.name!r} has an empty caption, that of image {path}; leave such rows out")
-        label = None if self.captioned else self._label(row["label"], path)
-        return self._sample(index, path, row["image"]["bytes"], generator, label, row.get("text"))
+        label = None if self._label_column is None else self._label(row[self._label_column], path)
+        return self._sample(index, path, row[self._image]["bytes"], generator, label, text)
 
     def _label(self, value: int | None, path: str) -> int:
         if value is None or not 0 <= value < len(self._labels):
