@@ -7,6 +7,7 @@ cut at any moment goes on with the shards that are missing. What the files hold 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -148,7 +149,7 @@ def cache_latents(
         desc="encoding" if accelerator.num_processes == 1 else f"encoding (1 of {accelerator.num_processes} processes)",
     )
     batches = read_batches(source, plan, config.train.seed, data.num_workers)
-    with progress:
+    with contextlib.closing(batches), progress:
         for shard in mine:
             content = _Content()
             for indices in batches_of[shard]:
@@ -157,7 +158,6 @@ def cache_latents(
                 content.add(encoder(batch, prefix), batch)
                 progress.update(len(indices))
             _write_shard(out, shard, content, encoder)
-    batches.close()
     accelerator.wait_for_everyone()
     seconds = time.perf_counter() - clock
     counts = on_main_process(accelerator, lambda: _close_cache(out, about, [len(indices) for indices in ranges]))
