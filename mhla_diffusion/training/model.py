@@ -47,7 +47,7 @@ def load_model(
         model = _load_transformer(family, options.pretrained, options.overrides)
         if align_steps and getattr(model, "mhla_config", None) is not None:
             raise UserError(f"{aligned}{options.pretrained!r} already has MHLA attention; set train.align_steps=0")
-        model = _set_attention(model, options, mhla)
+        model = _set_attention(model, options, mhla, say)
         replaced = family.set_num_classes(model, num_classes)
         if replaced is not None:
             say(f"the label table of {replaced} classes is replaced by a new one of {num_classes}; all else is kept")
@@ -221,7 +221,9 @@ def _load_original(family: Family, path: str, overrides: dict[str, Any]) -> nn.M
     return changed
 
 
-def _set_attention(model: nn.Module, options: ModelOptions, mhla: MHLAConfig | None) -> nn.Module:
+def _set_attention(
+    model: nn.Module, options: ModelOptions, mhla: MHLAConfig | None, say: Callable[[str], None]
+) -> nn.Module:
     current = getattr(model, "mhla_config", None)
     if mhla is None:
         if current is not None:
@@ -235,11 +237,14 @@ def _set_attention(model: nn.Module, options: ModelOptions, mhla: MHLAConfig | N
             return apply_mhla(model, mhla)
     asked, has = mhla.to_dict(), current.to_dict()
     linear = {"blocks", "learn_mixing"} if options.attention == "linear" else set()
-    changed = [f"{key}={asked[key]!r}" for key in sorted({*options.mhla} | linear) if asked[key] != has[key]]
-    if changed:
+    changed = {key: f"{key}={asked[key]!r}" for key in sorted({*options.mhla} | linear) if asked[key] != has[key]}
+    if [*changed] == ["blocks"] and asked["blocks"] is not None and options.attention == "mhla":
+        model.resize_blocks_(tuple(asked["blocks"]))
+        say(f"the mixing of {has['blocks']} blocks is interpolated to {asked['blocks']} blocks; all else is kept")
+    elif changed:
         raise UserError(
-            f"{options.pretrained!r} already has MHLA attention ({current}), which {', '.join(changed)} would change; "
-            "set model.attention=mhla and leave model.mhla empty to keep it"
+            f"{options.pretrained!r} already has MHLA attention ({current}), which {', '.join(changed.values())} would "
+            "change; set model.attention=mhla and leave model.mhla empty to keep it"
         )
     return model
 
