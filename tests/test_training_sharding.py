@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from diffusers import DiffusionPipeline
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.embeddings import CombinedTimestepLabelEmbeddings
-from diffusers.training_utils import EMAModel
 from dit_models import small_dit
 from safetensors.torch import load_file
 from sana_components import small_transformer
@@ -27,11 +26,16 @@ from mhla_diffusion.backbones import family_named
 from mhla_diffusion.training.checkpoints import load_checkpoint, save_checkpoint
 from mhla_diffusion.training.config import TrainOptions
 from mhla_diffusion.training.export import export_pipeline
-from mhla_diffusion.training.learning import parameter_groups, wrap_present_classes
+from mhla_diffusion.training.learning import (
+    moving_average,
+    parameter_groups,
+    update_average,
+    wrap_present_classes,
+)
 from mhla_diffusion.training.metrics import mixing_statistics
 from mhla_diffusion.training.validation import averaged_weights
 
-OPTIONS = TrainOptions(lr=1e-3, mixing_lr=3.0)
+OPTIONS = TrainOptions(lr=1e-3, mixing_lr=3.0, ema_decay=0.5)
 
 
 def build(sharded: bool):
@@ -45,7 +49,7 @@ def build(sharded: bool):
                 fully_shard(module)
         fully_shard(model)
     adam = torch.optim.AdamW(parameter_groups(model, OPTIONS))
-    return family, model, adam, EMAModel(model.parameters(), decay=0.5)
+    return family, model, adam, moving_average(model, OPTIONS)
 
 
 def train(family, model, adam, ema, steps, rank=0, num_processes=1):
@@ -64,7 +68,7 @@ def train(family, model, adam, ema, steps, rank=0, num_processes=1):
         adam.step()
         adam.zero_grad()
         model.clip_mixing_()
-        ema.step(model.parameters())
+        update_average(ema, model)
         losses.append(loss.item())
     return losses
 

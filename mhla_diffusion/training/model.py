@@ -76,7 +76,7 @@ def check_fit(
         raise UserError(f"data.channels is {channels}, but the VAE takes {vae.config.in_channels}; set it to that")
     cached = latent_shape is not None
     if latent_shape is None:
-        device, side = next(model.parameters()).device, 64  # a small image, of a size that every VAE takes
+        device, side = next(model.parameters()).device, 128  # a small image, of a size that every VAE takes
         latents = family.encode(components, torch.zeros(1, channels, side, side, device=device), [torch.Generator()])
         factor = side // latents.shape[-1]
         _check_sizes([(size, size)] if shapes is None else shapes, factor, model)
