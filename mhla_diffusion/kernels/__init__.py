@@ -5,7 +5,11 @@ Which one runs is decided by the tensors, or forced by the argument `backend` or
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -16,7 +20,7 @@ from ..layout import BlockLayout
 from . import autograd, plain
 from .cpu import CPUKernel
 
-BACKENDS = ("auto", "plain", "cpu")
+BACKENDS = ("auto", "plain", "cpu", "triton")
 VARIABLE = "MHLA_BACKEND"
 
 
@@ -39,13 +43,15 @@ def attend(
         UserError: for a backend that does not exist or cannot take these tensors.
     """
     arguments = (mixing, layout, normalize, eps, rotary, key_mask)
-    if choose_backend(query, key, value, backend) == "cpu":
-        return autograd.attend(CPUKernel, query, key, value, *arguments, feature_map)
-    features = ELEMENTWISE[feature_map]
-    return plain.attend(features(query), features(key), value, *arguments)
+    chosen = choose_backend((query, key, value, *(rotary or ())), backend)
+    if chosen == "plain":
+        features = ELEMENTWISE[feature_map]
+        return plain.attend(features(query), features(key), value, *arguments)
+    kernel = CPUKernel if chosen == "cpu" else _triton().TritonKernel
+    return autograd.attend(kernel, query, key, value, *arguments, feature_map)
 
 
-def choose_backend(query: Tensor, key: Tensor, value: Tensor, backend: str | None = None) -> str:
+def choose_backend(tensors: Sequence[Tensor], backend: str | None = None) -> str:
     """The backend that will compute attention of these tensors: the forced one, or the fastest that takes them.
 
     While torch.compile or torch.export trace it is "plain" whatever is forced: the compiler makes its own kernels.
@@ -57,18 +63,37 @@ def choose_backend(query: Tensor, key: Tensor, value: Tensor, backend: str | Non
         raise UserError(f"{origin}={name!r} is unknown; known: {', '.join(BACKENDS)}.")
     if name == "plain":
         return name
-    obstacle = _obstacle_to_cpu(query, key, value)
-    if name == "cpu" and obstacle is not None:
-        raise UserError(f"{origin}='cpu' {obstacle}; leave it out to have a backend chosen.")
-    return "cpu" if obstacle is None else "plain"
+    if name == "auto":
+        name = "cpu" if tensors[0].device.type == "cpu" else "triton"
+        return name if _obstacle(name, tensors) is None else "plain"
+    obstacle = _obstacle(name, tensors)
+    if obstacle is not None:
+        raise UserError(f"{origin}={name!r} {obstacle}; leave it out to have a backend chosen.")
+    return name
 
 
-def _obstacle_to_cpu(*tensors: Tensor) -> str | None:
+def _obstacle(backend: str, tensors: Sequence[Tensor]) -> str | None:
+    """Why a backend cannot take the tensors; None if it can."""
     for x in tensors:
-        if x.device.type != "cpu":
-            return f"computes CPU tensors, and these are on {x.device}"
         if type(x) not in (Tensor, torch.nn.Parameter):
-            return f"computes plain tensors, not {type(x).__name__}"
+            return f"takes plain tensors, not a {type(x).__name__}"
     if torch._C._are_functorch_transforms_active():
         return "cannot be transformed by torch.func"
+    devices = {x.device.type for x in tensors}
+    if backend == "cpu":
+        return None if devices == {"cpu"} else f"takes tensors on the CPU, not on {tensors[0].device}"
+    if devices not in ({"cuda"}, {"cpu"}) or (devices == {"cpu"} and os.environ.get("TRITON_INTERPRET") != "1"):
+        return f"takes tensors on a GPU, not on {tensors[0].device}"
+    if importlib.util.find_spec("triton") is None:
+        return "needs the package triton, which is not installed"
+    kernels = _triton()
+    for x in tensors:
+        if x.dtype not in kernels.DTYPES:
+            return f"takes float32, bfloat16 and float16, not {str(x.dtype).removeprefix('torch.')}"
+        if x.shape[-1] > kernels.LARGEST_DIM:
+            return f"takes heads of at most {kernels.LARGEST_DIM} dimensions, not {x.shape[-1]}"
     return None
+
+
+def _triton() -> ModuleType:
+    return importlib.import_module(".triton", __name__)  # late, because importing Triton takes a while
