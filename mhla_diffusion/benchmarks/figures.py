@@ -15,14 +15,15 @@ from .scaling import Crossover, growth, series
 def plot_candidates(
     results: Results, cases: Sequence[Case], variants: Callable[[Case], Sequence[str]], out: Path
 ) -> Path:
-    """Median times with quartiles as horizontal bars, one panel per case."""
+    """Median times with their quartiles, one panel per case."""
     heights = [0.9 + 0.32 * len(variants(case)) for case in cases]
     figure, grid = new_figure(8.0, sum(heights), len(cases), squeeze=False, height_ratios=heights)
     for axes, case in zip(grid.flat, cases, strict=True):
-        entries = [e for e in (results.of(case, v) for v in variants(case)) if e.seconds][::-1]
+        entries = [e for e in (results.of(case, v) for v in variants(case)) if e.seconds and e.variant != "gemm"][::-1]
         spread = [quartiles(e.seconds) for e in entries]
         errors = [[m - low for low, m, _ in spread], [high - m for _, m, high in spread]]
-        axes.barh([e.variant for e in entries], [m for _, m, _ in spread], xerr=errors, capsize=3)
+        axes.errorbar([m for _, m, _ in spread], [e.variant for e in entries], xerr=errors, fmt="o", capsize=3)
+        axes.margins(y=0.15)
         axes.set_title(case.label, fontsize=9, loc="left")
         axes.set_xscale("log")
         axes.grid(alpha=0.3, axis="x", which="both")
@@ -57,10 +58,8 @@ def plot_scaling(
             _draw_series(axes, name, variant, series(results, cases, variant, measure), measure)
         found = crossovers.get(name)
         if measure == "time" and found is not None and found.at is not None:
-            axes.axvline(
-                found.at, color="black", linestyle=":", linewidth=1, label=f"MHLA faster from N ≈ {found.at:,.0f}"
-            )
-        axes.set_title({"tokens": "operator", "blocks": "operator", "model": cases[0].label}[name], fontsize=9)
+            axes.axvline(found.at, color="black", linestyle=":", linewidth=1, label=f"mhla faster {found}")
+        axes.set_title(_series_title(name, cases[0]), fontsize=9)
         axes.set_xlabel("blocks M" if name == "blocks" else "tokens N")
         axes.set_ylabel("seconds per call" if measure == "time" else "memory of a call / MiB")
         axes.set_xscale("log", base=2)
@@ -68,6 +67,15 @@ def plot_scaling(
         axes.grid(alpha=0.3, which="both")
         axes.legend(fontsize="small")
     return save_figure(figure, out)
+
+
+def _series_title(name: str, first: Case) -> str:
+    """What all cases of a series share."""
+    if name == "model":
+        return f"{first.preset}, {'training step' if first.step else 'forward'}"
+    shared = first.blocks if name == "tokens" else first.grid
+    what = f"{'×'.join(map(str, shared))} {'blocks' if name == 'tokens' else 'tokens'}"
+    return f"operator, {first.heads}×{first.head_dim}, {what}{', with backward' if first.backward else ''}"
 
 
 def _draw_series(axes, name: str, variant: str, entries: Sequence[Measured], measure: str) -> None:

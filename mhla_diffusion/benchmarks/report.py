@@ -59,7 +59,7 @@ def candidate_table(results: Results, case: Case, variants: Sequence[str]) -> st
 
 def case_table(results: Results, cases: Sequence[Case], variants: Sequence[str], measure: str = "time") -> str:
     """Several cases: a row per case, a column per candidate with its median time or the memory of a call."""
-    variants = [v for v in variants if measure == "time" or v not in FLOORS]
+    variants = [v for v in variants if v not in FLOORS]
     entries = [results.of(case, variant) for case in cases for variant in variants]
     unit = time_unit(entries) if measure == "time" else "MiB"
     rows = []
