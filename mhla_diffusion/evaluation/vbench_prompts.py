@@ -189,9 +189,7 @@ def _dimensions_of(path: Path) -> tuple[str, ...]:
 def _augmented(prompts: list[Prompt], path: str | Path) -> list[Prompt]:
     lines = [line for _, line in read_lines(path, "file of longer prompts")]
     if len(lines) != len(prompts):
-        raise UserError(
-            f"{str(path)!r} has {len(lines)} prompts, the suite has {len(prompts)}; one line each is needed"
-        )
+        raise UserError(f"{str(path)!r} has {len(lines)} prompts, the suite {len(prompts)}; one line each is needed")
     return [replace(prompt, generated_from=line) for prompt, line in zip(prompts, lines, strict=True)]
 
 
