@@ -26,7 +26,7 @@ from mhla_diffusion.training.components import write_sana_components
 CAPTIONS = ["red ball, small", "blue ball, small", "red ball, large"]
 
 
-def make_images(folder, count=34, size=16):
+def make_images(folder, count=34, size=32):
     """Noise in one of three colours, with captions that say which."""
     random = np.random.default_rng(0)
     (folder / "balls").mkdir(parents=True)
@@ -44,7 +44,7 @@ def make_images(folder, count=34, size=16):
 def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("components")
     data = make_images(folder / "data")
-    return data, write_sana_components(folder / "parts", str(data), size=16, steps=30, batch_size=4)
+    return data, write_sana_components(folder / "parts", str(data), size=32, steps=30, batch_size=4)
 
 
 def test_the_folder_is_that_of_a_sana_pipeline(made):
@@ -58,19 +58,19 @@ def test_the_folder_is_that_of_a_sana_pipeline(made):
     latents = torch.cat(
         [vae.encode(report.pictures[0][i : i + 1]).latent * vae.config.scaling_factor for i in range(12)]
     )
-    assert latents.shape[1:] == (8, 4, 4) and 0.8 < latents.std() < 1.25
+    assert latents.shape[1:] == (8, 8, 8) and 0.8 < latents.std() < 1.25
     again = vae.decode(latents / vae.config.scaling_factor).sample.clamp(-1, 1)
     assert torch.allclose(again, report.pictures[1], atol=1e-5)
 
 
 def test_training_the_vae_lowers_its_error(made, tmp_path):
     data, report = made
-    assert write_sana_components(tmp_path / "untrained", str(data), size=16, steps=1).psnr < report.psnr - 1
+    assert write_sana_components(tmp_path / "untrained", str(data), size=32, steps=1).psnr < report.psnr - 1
 
 
 def test_the_same_seed_gives_the_same_parts(made, tmp_path):
     data, _ = made
-    short = {"size": 16, "steps": 2, "batch_size": 4}
+    short = {"size": 32, "steps": 2, "batch_size": 4}
     parts = [write_sana_components(tmp_path / name, str(data), **short) for name in ("one", "other")]
     parts.append(write_sana_components(tmp_path / "third", str(data), **short, seed=1))
     assert torch.equal(parts[0].pictures, parts[1].pictures) and not torch.equal(parts[0].pictures, parts[2].pictures)
@@ -105,7 +105,7 @@ def test_components_cache_training_and_generation_fit_together(made, tmp_path):
                 "cross_attention_dim": 16, "caption_channels": 128,
             },
         },
-        "data": {"train": str(data), "size": 16, "flip": False, "max_tokens": 8, "num_workers": 0},
+        "data": {"train": str(data), "size": 32, "flip": False, "max_tokens": 8, "num_workers": 0},
         "train": {"steps": 2, "batch_size": 4},
         "validation": {"images": 2, "num_inference_steps": 2},
         "logging": {"every": 1, "tensorboard": False, "progress": False},
@@ -127,26 +127,26 @@ def test_components_cache_training_and_generation_fit_together(made, tmp_path):
 def test_what_cannot_be_made_is_said_before_work_is_done(made, tmp_path, monkeypatch):
     data, report = made
     monkeypatch.setattr(components, "train_autoencoder", lambda *_, **__: pytest.fail("work was done"))
-    with pytest.raises(UserError, match="--size 20 does not suit the VAE; a multiple of 8 from 16 is accepted"):
-        write_sana_components(tmp_path / "out", str(data), size=20)
+    with pytest.raises(UserError, match="--size 48 does not suit the pipeline; a multiple of 32 is accepted"):
+        write_sana_components(tmp_path / "out", str(data), size=48)
     with pytest.raises(UserError, match="--steps 0 is too small"):
-        write_sana_components(tmp_path / "out", str(data), size=16, steps=0)
+        write_sana_components(tmp_path / "out", str(data), size=32, steps=0)
     with pytest.raises(UserError, match="is not empty"):
-        write_sana_components(report.folder, str(data), size=16)
+        write_sana_components(report.folder, str(data), size=32)
     few = make_images(tmp_path / "few", count=5)
     with pytest.raises(UserError, match="has 5 images; 16 or more"):
-        write_sana_components(tmp_path / "out", str(few), size=16)
+        write_sana_components(tmp_path / "out", str(few), size=32)
     silent = make_images(tmp_path / "silent")
     (silent / "metadata.jsonl").unlink()
     with pytest.raises(UserError, match="caption"):
-        write_sana_components(tmp_path / "out", str(silent), size=16)
+        write_sana_components(tmp_path / "out", str(silent), size=32)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_script_writes_the_reconstructions_and_errors_in_one_line(made, tmp_path):
     data, _ = made
     script = [sys.executable, str(ROOT / "scripts" / "prepare_components.py"), "sana"]
-    options = ["--data", str(data), "--size", "16", "--steps", "1"]
+    options = ["--data", str(data), "--size", "32", "--steps", "1"]
     subprocess.run([*script, str(tmp_path / "parts"), *options], check=True)
     assert Image.open(tmp_path / "parts" / "reconstructions.png").size[0] > 500
     done = subprocess.run([*script, str(tmp_path / "parts"), *options], capture_output=True, text=True)

@@ -30,6 +30,7 @@ from .data import read_batches
 from .sources import open_source
 
 MAX_IMAGES = 20_000  # of a larger data set the first are enough for a small VAE
+PIPELINE_MULTIPLE = 32  # SanaPipeline makes images whose sides are multiples of it, whatever its VAE
 LATENT_PENALTY = 1e-3  # keeps the latents of all channels near zero mean and alike in size
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
 
@@ -65,18 +66,18 @@ def write_sana_components(
     Args:
         out: folder to write, new or empty.
         data: captioned images, as `data.train` of a training config takes them.
-        size: side of the images in pixels, a multiple of 8.
+        size: side of the images in pixels, a multiple of 32.
         steps, batch_size: of the VAE's training, on crops of half the side.
         seed: all random numbers follow from it.
 
     Raises:
-        UserError: for a size that the VAE cannot halve, captions that are missing, or an `out` that is not empty.
+        UserError: for a size that SanaPipeline does not take, captions that are missing, or an `out` that is not empty.
     """
     from diffusers import DPMSolverMultistepScheduler, SanaPipeline
     from diffusers.utils import logging
 
     out, clock = Path(out), time.perf_counter()
-    check_arguments(out, size, 8, steps, batch_size)
+    check_arguments(out, size, PIPELINE_MULTIPLE, steps, batch_size)
     images, captions = read_captioned_images(data, size, SANA)
     device = usable_device()
     with torch.random.fork_rng():
@@ -106,10 +107,8 @@ def check_arguments(out: Path, size: int, multiple: int, steps: int, batch_size:
     """Raise `UserError` where nothing could come of these arguments, before anything is read."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is not empty; choose a new folder")
-    if size < 2 * multiple or size % multiple:
-        raise UserError(
-            f"--size {size} does not suit the VAE; a multiple of {multiple} from {2 * multiple} is accepted"
-        )
+    if size < 1 or size % multiple:
+        raise UserError(f"--size {size} does not suit the pipeline; a multiple of {multiple} is accepted")
     for name, value in (("--steps", steps), ("--batch-size", batch_size)):
         if value < 1:
             raise UserError(f"{name} {value} is too small; 1 or more is accepted")
