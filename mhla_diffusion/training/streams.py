@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -122,9 +123,7 @@ class _Stream:
     """The rows of all epochs after each other, of which the last few are kept."""
 
     def __init__(self, rows: Any, seed: int, count: int | None, name: str):
-        # datasets takes a seed of 32 bits, to which it adds the epoch.
-        seed = sample_generator(seed, "stream").initial_seed() % 2**31
-        self.rows, self.count, self.name = rows.shuffle(seed=seed, buffer_size=BUFFER), count, name
+        self.rows, self.seed, self.count, self.name = rows, seed, count, name
         self.kept: OrderedDict[int, dict[str, Any]] = OrderedDict()
         self.keep, self.next = LOOK_AHEAD, 0
         self.reading: Iterator[dict[str, Any]] | None = None
@@ -152,9 +151,8 @@ class _Stream:
 
     def _epochs(self, epoch: int) -> Iterator[dict[str, Any]]:
         while True:
-            self.rows.set_epoch(epoch)
             found = 0
-            for row in self.rows:
+            for row in self._epoch(epoch):
                 found += 1
                 yield row
             if found == 0 or (self.count is not None and found != self.count):
@@ -163,6 +161,23 @@ class _Stream:
                     "data.streaming=false"
                 )
             epoch += 1
+
+    def _epoch(self, epoch: int) -> Iterator[dict[str, Any]]:
+        # Not with `rows.shuffle`, which draws other numbers in a reading process than outside of one.
+        draw = random.Random(sample_generator(self.seed, "stream", epoch).initial_seed())
+        files = list(range(self.rows.num_shards))
+        draw.shuffle(files)
+        waiting: list[dict[str, Any]] = []
+        for file in files:
+            for row in self.rows.shard(num_shards=len(files), index=file):
+                if len(waiting) < BUFFER:
+                    waiting.append(row)
+                    continue
+                place = draw.randrange(BUFFER)
+                waiting[place], row = row, waiting[place]
+                yield row
+        draw.shuffle(waiting)
+        yield from waiting
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "kept": OrderedDict(), "next": 0, "reading": None, "one_at_a_time": None}
