@@ -27,7 +27,8 @@ TINY = {
 def place(tmp_path_factory):
     """A folder with `videos` and a stock Wan pipeline of small components, `wan`."""
     folder = tmp_path_factory.mktemp("wan")
-    write_moving_digits(folder / "videos", size=32, videos=5, frames=9)
+    # As long as a clip: the alignment draws moments of its own, a cache has those of the first epoch.
+    write_moving_digits(folder / "videos", size=32, videos=5, frames=5)
     WanPipeline(transformer=wan_models.stock_transformer(), **wan_models.small_components()).save_pretrained(
         folder / "wan"
     )
