@@ -47,7 +47,7 @@ def cut_clips(
         for split, span in _spans(frames, num_frames, held_out).items()
         for start in range(span.start, span.stop - num_frames + 1, stride)
     ]
-    if not any(split == "train" for split, _, _ in starts):
+    if not any(split == "test" for split, _, _ in starts):
         raise UserError(
             f"no video in {videos} has {2 * num_frames} frames at {fps:g} per second, for one clip to train on and one "
             "to hold out; longer videos are needed"
