@@ -97,7 +97,10 @@ class BlockLayout:
     def _find_slots(self, device: torch.device | str | None) -> tuple[Tensor, Tensor, Tensor]:
         block = self.block_index(device)
         order = torch.argsort(block, stable=True)
-        sizes = torch.tensor(self.block_sizes, device=device)
+        sizes = torch.ones((), dtype=torch.int64, device=device)
+        for length, count in zip(self.grid, self.blocks, strict=True):
+            cuts = torch.arange(count + 1, device=device) * length // count
+            sizes = (sizes.unsqueeze(-1) * cuts.diff()).flatten()
         first = torch.cumsum(sizes, 0) - sizes
         sorted_block = block[order]
         slot = sorted_block * self.largest_block + torch.arange(self.num_tokens, device=device) - first[sorted_block]

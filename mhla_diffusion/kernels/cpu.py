@@ -101,9 +101,6 @@ class CPUKernel:
             self.places.to_blocks(grad_tokens[part], out_grad)
             if self.normalize:
                 out_grad[..., self.width :] = 0
-            self.places.clear_padding(out_grad, self.num_blocks)
-
-            if self.normalize:
                 denominator = denominators[part].view(-1, self.block_size, 1)
                 out_grad.div_(denominator)
             query_grad = torch.bmm(out_grad, stages[-1].mT, out=self.token_buffer("features grad", self.dim))
@@ -117,6 +114,7 @@ class CPUKernel:
             if targets[0] is not None:
                 self._write_gradient(query_grad, queries, self.query[part], targets[0][part])
 
+            self.places.clear_padding(out_grad, self.num_blocks)
             summary_grad = torch.bmm(queries.mT, out_grad, out=self.summary_buffer("summaries grad"))
             summary_grad = self._unmix(summary_grad, stages, factor_grads)
             if targets[1] is not None:
