@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import SanaPipeline, WanPipeline
+from diffusers import DDIMScheduler, DiTPipeline, SanaPipeline, WanPipeline
+from dit_models import small_dit, small_vae
 from PIL import Image
 from sana_components import small_components, small_text_encoder, small_tokenizer
 from text_runs import make_place, text_config
@@ -300,8 +301,8 @@ def test_what_cannot_be_cached_is_told(place, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             cache_latents(text_config(place, tmp_path / "run", changes), tmp_path / "out")
-    SanaPipeline(**{**small_components(), "text_encoder": None, "transformer": None}).save_pretrained(tmp_path / "mute")
-    with pytest.raises(UserError, match="names a pipeline with a text encoder"):
+    DiTPipeline(small_dit(), small_vae(), DDIMScheduler()).save_pretrained(tmp_path / "mute")
+    with pytest.raises(UserError, match="names a pipeline with a tokenizer, without which captions cannot be encoded"):
         cache_latents(text_config(place, tmp_path, {"model": {"components": str(tmp_path / "mute")}}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     damaged = shutil.copytree(place / "cache", tmp_path / "cache")
