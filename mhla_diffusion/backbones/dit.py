@@ -32,7 +32,7 @@ class DiTFamily(Family):
     """diffusers' DiTTransformer2DModel and DiTPipeline."""
 
     name = "dit"
-    default_config = MHLAConfig(blocks=(4, 4))
+    default_config = MHLAConfig(blocks=(4, 4), cpe=True)  # the convolution: docs/retrofit.md
     linear_blocks = (1, 1)
     trained_with_softmax = True
     one_size = True

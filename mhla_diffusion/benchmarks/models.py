@@ -277,10 +277,11 @@ def _processors(model: nn.Module, family: Family, case: ModelCase, name: str) ->
     own = dict(model.attn_processors)
     if name == case.own_attention:
         return own
-    fields = {"linear": {"blocks": family.linear_blocks, "learn_mixing": False}, "hybrid": {"layers": "hybrid"}}
+    fields = {"mhla": case.mhla, "hybrid": {**case.mhla, "layers": "hybrid"}}
+    fields["linear"] = {"cpe": False, **case.mhla, "blocks": family.linear_blocks, "learn_mixing": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the model must be fine-tuned
-        model.set_attn_processor(MHLAProcessor(**{**case.mhla, **fields.get(name, {})}))
+        model.set_attn_processor(MHLAProcessor(**fields[name]))
     result = dict(model.attn_processors)
     model.set_attn_processor(own)
     return result

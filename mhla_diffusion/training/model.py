@@ -172,7 +172,7 @@ def _mhla_config(options: ModelOptions, family: Family) -> MHLAConfig | None:
         return None
     fields = dict(options.mhla)
     if options.attention == "linear":
-        fields |= {"blocks": family.linear_blocks, "learn_mixing": False}
+        fields = {"cpe": False, **fields, "blocks": family.linear_blocks, "learn_mixing": False}
     return MHLAConfig.from_dict({**family.default_config.to_dict(), **fields})
 
 
