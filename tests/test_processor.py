@@ -445,7 +445,7 @@ def test_setting_the_attention_a_model_has_keeps_its_weights(recwarn):
 def test_replacing_trained_weights_says_so():
     model = disturb(mhla_dit(MHLAConfig(cpe=True)))
     with pytest.warns(UserWarning, match="its weights are replaced by fresh ones, because blocks, cpe differ"):
-        model.set_attn_processor(MHLAProcessor(blocks=(2, 2)))
+        model.set_attn_processor(MHLAProcessor(blocks=(2, 2), cpe=False))
 
 
 @pytest.mark.parametrize(("sample_size", "blocks"), [(8, (2, 2)), (16, (2, 2)), (32, (4, 4))])
