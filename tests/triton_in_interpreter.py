@@ -23,7 +23,7 @@ CASES = [
     (BlockLayout((2, 5), (4, 2)), 2, 8, 5, "relu_eps", {"normalize": True, "separable": True}),
     (BlockLayout((3, 3, 5), (2, 2, 2)), 1, 8, 12, "identity", {"normalize": False, "rotary": True}),
     (BlockLayout((23,), (3,)), 1, 8, 40, "identity", {"normalize": True, "rotary": True, "mask": True}),
-    (BlockLayout((9, 16), (1, 1)), 1, 8, 8, "relu", {"normalize": True}),  # several tiles of tokens
+    (BlockLayout((9, 16), (1, 2)), 1, 8, 8, "relu", {"normalize": True}),  # several tiles of tokens
     (BlockLayout((4, 4), (2, 2)), 1, 130, 136, "relu", {"normalize": True}),  # several tiles of values
 ]
 

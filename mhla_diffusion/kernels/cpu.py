@@ -20,7 +20,7 @@ from ..feature_maps import SHIFT
 from ..layout import BlockLayout
 from . import plain
 
-SCRATCH_ELEMENTS = 2**18  # of one buffer, where one head does not need more
+SCRATCH_ELEMENTS = 2**19  # of one buffer, where one head does not need more
 Part = tuple[slice, slice]  # of the batch and of the heads
 
 
@@ -286,8 +286,9 @@ def _map_(x: Tensor, feature_map: str) -> None:
 
 
 def _columns(width: int) -> int:
-    """Room for the values and the normaliser; rows of wide ones start where vector instructions like them."""
-    return width + 1 if width < 48 else -(-(width + 1) // 8) * 8
+    """Room for the values and the normaliser; rows that start where vector instructions like them, if that is cheap."""
+    aligned = -(-(width + 1) // 8) * 8
+    return aligned if aligned <= 1.1 * (width + 1) else width + 1
 
 
 def _largest_divisor(number: int, most: int) -> int:
