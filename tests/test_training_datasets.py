@@ -95,6 +95,6 @@ def test_the_script_writes_the_digits_and_says_how_many(tmp_path):
     command = [sys.executable, ROOT / "scripts" / "prepare_data.py", "digits", tmp_path / "digits", "--size", "8"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "1,442 training and 355 held-out images" in done.stdout
+    assert "1,442 training and 355 held-out samples" in done.stdout
     again = subprocess.run(command, capture_output=True, text=True)
     assert again.returncode == 2 and again.stderr.startswith("error: ") and again.stderr.count("\n") == 1

@@ -6,10 +6,12 @@ import json
 import sys
 from types import SimpleNamespace
 
+import dit_models
 import numpy as np
 import pytest
 import sana_components
 import torch
+import wan_models
 from accelerate import Accelerator
 from diffusers import DiffusionPipeline, SanaPipeline
 from PIL import Image
@@ -17,6 +19,7 @@ from safetensors.torch import load_file
 from text_runs import make_captioned_images, make_place, text_config
 from training_runs import losses, same_tensors, start_script
 
+from mhla_diffusion import MHLAConfig, MHLADiTTransformer2DModel
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import cached, config_to_yaml, finetune, held_out_loss, loop, read_metrics
@@ -263,13 +266,10 @@ def test_the_pipeline_of_a_lora_run_is_the_stock_one_with_its_lora_file(place, t
 
 @pytest.mark.parametrize("family", ["sana", "wan", "dit"])
 def test_adapters_sit_on_the_frozen_attention_and_mlp_layers_of_the_blocks(family):
-    import dit_models
-    import wan_models
-
     model = {
         "sana": sana_components.small_transformer,
         "wan": wan_models.stock_transformer,
-        "dit": dit_models.small_dit,
+        "dit": lambda: MHLADiTTransformer2DModel.from_base(dit_models.small_dit(), MHLAConfig()),
     }[family]()
     choose_trainable(family_named(family), model, TrainOptions(trainable="mhla", lora_rank=1))
     adapted = {name.split(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
@@ -278,6 +278,11 @@ def test_adapters_sit_on_the_frozen_attention_and_mlp_layers_of_the_blocks(famil
     assert attention <= kinds
     assert all(kind.startswith(("attn", "ff")) for kind in kinds)
     assert all(".lora_" in name for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def test_a_class_that_takes_no_adapters_is_told():
+    with pytest.raises(UserError, match="a DiTTransformer2DModel takes no adapters; set model.attention=mhla"):
+        choose_trainable(family_named("dit"), dit_models.small_dit(), TrainOptions(trainable="attention", lora_rank=1))
 
 
 def test_attention_learns_beside_adapters_on_the_rest(place):

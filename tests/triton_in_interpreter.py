@@ -61,10 +61,13 @@ def run(case, dtype, backend):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].grid}-{case[4]}")
 def test_float32_equals_the_plain_path_in_float64(case):
-    for found, expected in zip(run(case, torch.float32, "triton"), run(case, torch.float64, "plain"), strict=True):
+    results = run(case, torch.float32, "triton"), run(case, torch.float64, "plain")
+    # One scale for all: with one block and a normaliser the gradient of the mixing is nothing but rounding.
+    largest = max(expected.abs().max().item() for expected in results[1] if expected is not None)
+    for found, expected in zip(*results, strict=True):
         assert (found is None) == (expected is None)
         if found is not None:
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * expected.abs().max().item())
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5 * largest)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

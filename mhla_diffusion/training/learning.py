@@ -44,8 +44,14 @@ def choose_trainable(family: Family, model: nn.Module, options: TrainOptions) ->
 def add_adapters(family: Family, model: nn.Module, rank: int) -> None:
     """Put LoRA adapters (Hu et al. 2021) with α = `rank` on the frozen linear layers of the blocks' attention and MLPs.
 
-    What they add is zero at first. Raises `UserError` where none of these layers is frozen.
+    What they add is zero at first. Raises `UserError` where none of these layers is frozen, and for a diffusers class
+    that takes no adapters (DiT without MHLA).
     """
+    if not hasattr(model, "add_adapter"):
+        raise UserError(
+            f"train.lora_rank is {rank}, but a {type(model).__name__} takes no adapters; set model.attention=mhla, or "
+            "train.lora_rank=0"
+        )
     blocks = {id(block) for block in family.blocks_of(model)}
     targets = [
         f"{place}.{name}"
