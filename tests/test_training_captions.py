@@ -108,6 +108,25 @@ def test_a_folder_without_images_and_text_that_is_no_utf8_are_told(tmp_path):
         captioned(tmp_path)
 
 
+def test_captions_may_hold_any_character_and_files_may_begin_with_a_byte_order_mark(tmp_path):
+    rows = [("a.png", "one line\u2028or two\x85"), *((name, "x") for name in NAMES[1:])]
+    lines = [json.dumps({"file_name": name, "text": text}, ensure_ascii=False) for name, text in rows]
+    (make_pictures(tmp_path / "listed") / "metadata.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
+    assert texts(captioned(tmp_path / "listed"))["a.png"] == "one line\u2028or two"
+    make_pictures(tmp_path / "beside", ["a.png"])
+    (tmp_path / "beside" / "a.txt").write_text("a caption", encoding="utf-8-sig")
+    assert texts(captioned(tmp_path / "beside")) == {"a.png": "a caption"}
+
+
+def test_two_captions_of_one_image_are_refused_unless_they_are_the_same(tmp_path):
+    rows = [(name, "x") for name in NAMES]
+    write_metadata(make_pictures(tmp_path), [*rows, ("./a.png", "x")])
+    assert len(captioned(tmp_path)) == 4
+    write_metadata(tmp_path, [*rows, ("a.png", "y")])
+    with pytest.raises(UserError, match="line 5, has another caption of 'a.png' than line 1; one is accepted"):
+        captioned(tmp_path)
+
+
 def test_a_caption_stays_with_its_image_when_another_stands_in(tmp_path):
     write_metadata(make_pictures(tmp_path), [(name, name) for name in NAMES])
     source = captioned(tmp_path)

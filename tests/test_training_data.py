@@ -12,6 +12,7 @@ from mhla_diffusion.errors import UserError
 from mhla_diffusion.training.data import (
     BatchPlan,
     SampleOrder,
+    UnreadableSample,
     read_batches,
     sample_generator,
 )
@@ -119,6 +120,28 @@ def test_too_many_damaged_images_end_the_reading(tmp_path):
     ):
         list(read_batches(source, order, 0, 0))
     assert "\n" not in str(caught.value)
+
+
+def test_a_sample_whose_damage_shows_at_another_place_each_time_counts_once(tmp_path):
+    class Truncated(ImageFolder):
+        def read(self, index, generator):
+            if index == 1:
+                raise UnreadableSample(f"video 1 ends before {torch.rand((), generator=generator):.6f} s")
+            return super().read(index, generator)
+
+    source = Truncated(make_images(tmp_path / "images"), size=8)
+    with pytest.warns(UserWarning) as told:
+        assert len(list(read_batches(source, [[(epoch, 1)] for epoch in range(15)], 0, 0))) == 15
+    assert len(told) == 1
+
+
+def test_a_shape_of_which_nothing_can_be_read_is_told(tmp_path):
+    folder = make_images(tmp_path / "images", classes=1, per_class=4)
+    Image.new("L", (16, 8)).save(folder / "0" / "wide.png")
+    source = ImageFolder(folder, size=8, buckets={(8, 8): 1.0, (8, 16): 0.5})
+    damage(folder, "0/wide.png")
+    with pytest.raises(UserError, match="none of the 1 samples of shape 8×16 can be read; the first: image .*wide.png"):
+        list(read_batches(source, [[(0, 4)]], 0, 0))
 
 
 def test_numeric_class_folders_are_ordered_by_value(tmp_path):

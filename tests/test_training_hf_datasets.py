@@ -14,7 +14,7 @@ from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import finetune
 from mhla_diffusion.training.config import DataOptions
-from mhla_diffusion.training.data import BatchPlan, read_batches, sample_generator, sample_order
+from mhla_diffusion.training.data import BatchPlan, UnreadableSample, read_batches, sample_generator, sample_order
 from mhla_diffusion.training.hf_datasets import DatasetImages, is_dataset
 from mhla_diffusion.training.images import ImageFolder
 from mhla_diffusion.training.sources import open_source
@@ -143,6 +143,14 @@ def test_a_damaged_image_is_named_and_replaced(tmp_path):
     source = DatasetImages(str(as_parquet(images, tmp_path / "data")), 8)
     with pytest.warns(UserWarning, match="image (1/)?3.png cannot be read: .*another one is used in its place"):
         assert len(list(read_batches(source, [[(0, index)] for index in range(21)], 0, 0))) == 21
+
+
+def test_what_is_no_image_is_told_in_the_same_words_each_time(tmp_path):
+    images = make_images(tmp_path / "images")
+    (images / "1" / "3.png").write_bytes(b"no image any more")
+    source = DatasetImages(str(as_parquet(images, tmp_path / "data")), 8)
+    with pytest.raises(UnreadableSample, match="3.png cannot be read: it is of no known format$"):
+        source.read(10, sample_generator(0))
 
 
 def test_what_can_be_a_dataset_is_told_from_paths(tmp_path):

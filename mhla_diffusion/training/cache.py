@@ -314,7 +314,7 @@ class _Content:
         for name, value in tensors.items():
             self.parts.setdefault(name, []).append(value)
         self.texts += batch.texts
-        self.damaged += [sentence for sentence in batch.skipped if sentence not in self.damaged]
+        self.damaged += [sentence for _, sentence in batch.skipped if sentence not in self.damaged]
 
 
 def _open_cache(out: Path, about: dict[str, Any], shards: int, source: ImageSource, encoder: _Encoder) -> list[int]:

@@ -40,10 +40,14 @@ def read_captions(root: Path, names: Sequence[str], kind: str = "image") -> dict
     return found
 
 
-def read_metadata(path: Path) -> dict[str, tuple[int, str]]:
-    """Line number and caption by file name. Raises `UserError` naming a line that is not as expected."""
-    captions = {}
-    for number, line in enumerate(_text(path, strip=False).splitlines(), 1):
+def read_metadata(path: Path, one_each: bool = False) -> dict[str, tuple[int, str]]:
+    """Line number and caption by file name; of several captions the last.
+
+    Raises `UserError` naming a line that is not as expected or, with `one_each`, has another caption of the same file.
+    """
+    captions: dict[str, tuple[int, str]] = {}
+    # Not splitlines(): a caption may hold characters, such as U+2028, that it takes for the end of a line.
+    for number, line in enumerate(_text(path, strip=False).split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -53,13 +57,19 @@ def read_metadata(path: Path) -> dict[str, tuple[int, str]]:
             name = text = None
         if not isinstance(name, str) or not isinstance(text, str):
             raise UserError(f"{path}, line {number}, is not a JSON object with 'file_name' and 'text'")
-        captions[PurePosixPath(name).as_posix()] = number, text.strip()
+        place = PurePosixPath(name).as_posix()
+        if one_each and place in captions and captions[place][1] != text.strip():
+            raise UserError(
+                f"{path}, line {number}, has another caption of {name!r} than line {captions[place][0]}; one is "
+                "accepted for each file"
+            )
+        captions[place] = number, text.strip()
     return captions
 
 
 def _from_metadata(root: Path, names: Sequence[str], kind: str) -> dict[str, str]:
     path = root / METADATA
-    rows, there = read_metadata(path), set(names)
+    rows, there = read_metadata(path, one_each=True), set(names)
     if missing := [(number, name) for name, (number, _) in rows.items() if name not in there]:
         number, name = missing[0]
         raise UserError(
@@ -89,7 +99,7 @@ def _first_of(count: int) -> str:
 
 def _text(path: Path, strip: bool = True) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"caption file {path} cannot be read as UTF-8 text: {error}") from None
     return text.strip() if strip else text

@@ -198,14 +198,17 @@ class Sample:
 
 @dataclass
 class Batch:
-    """Images (B, C, H, W), videos (B, C, T, H, W) or posteriors, conditions, captions, and each (epoch, index)."""
+    """Images (B, C, H, W), videos (B, C, T, H, W) or posteriors, conditions, captions, and each (epoch, index).
+
+    `skipped` says of each damaged sample which one it is and what is to be told.
+    """
 
     images: torch.Tensor | None
     posterior: dict[str, torch.Tensor]
     conditions: dict[str, torch.Tensor]
     texts: list[str | None]
     keys: list[tuple[int, int]]
-    skipped: list[str] = field(default_factory=list)  # what is to be said of damaged files that others stand in for
+    skipped: list[tuple[int | str, str]] = field(default_factory=list)  # damaged ones that others stand in for
 
     def generators(self, seed: int) -> list[torch.Generator]:
         """One CPU generator per sample, for its latent, noise, timestep and label dropout."""
@@ -243,9 +246,10 @@ class _Reader(Dataset):
         with ThreadPoolExecutor(self.source.threads) as pool:
             return list(pool.map(self.__getitem__, keys))
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[tuple[int, int], Sample, list[str]] | UserError:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[tuple[int, int], Sample, list[Any]] | UserError:
         epoch, index = key
         count, shape, skipped = len(self.source), self.source.shape_of(index), []
+        most = most_damaged(0 if _is_stream(self.source) else count)
         for further in range(count):
             candidate = index + further if _is_stream(self.source) else (index + further) % count
             if self.source.shape_of(candidate) != shape:
@@ -254,12 +258,17 @@ class _Reader(Dataset):
                 sample = self.source.read(candidate, sample_generator(self.seed, "image", epoch, candidate))
                 return key, sample, skipped
             except UnreadableSample as error:
-                skipped.append(str(error))
-                if len(skipped) > most_damaged(0 if _is_stream(self.source) else count):
+                # A row of a stream has another number in each epoch; what is told of a video changes with its clip.
+                skipped.append((str(error) if _is_stream(self.source) else candidate, str(error)))
+                if len(skipped) > most:
                     break
             except UserError as error:
                 return error
-        return too_many_damaged(skipped, count)
+        sentences = [sentence for _, sentence in skipped]
+        if len(skipped) > most or self.source.shapes is None:
+            return too_many_damaged(sentences, count)
+        size = "×".join(map(str, self.source.shapes[shape]))
+        return UserError(f"none of the {len(skipped)} samples of shape {size} can be read; the first: {sentences[0]}")
 
 
 def _is_stream(source: ImageSource) -> bool:
@@ -315,18 +324,18 @@ def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) ->
         generator=torch.Generator(),  # the loader's own seed must not be taken from, nor move, the global one
         pin_memory=torch.cuda.is_available(),
     )
-    damaged: dict[str, None] = {}
+    damaged: dict[int | str, str] = {}
     count = 0 if _is_stream(source) else len(source)
     try:
         for batch in loader:
             if isinstance(batch, Batch):
                 count += len(batch.keys) if _is_stream(source) else 0  # a stream is judged by what is read of it
-                for sentence in batch.skipped:
-                    if sentence not in damaged:
+                for which, sentence in batch.skipped:
+                    if which not in damaged:
                         warnings.warn(f"{sentence}; another one is used in its place", stacklevel=2)
-                        damaged[sentence] = None
+                        damaged[which] = sentence
                 if len(damaged) > most_damaged(count):
-                    batch = too_many_damaged(damaged, count)
+                    batch = too_many_damaged(damaged.values(), count)
             if isinstance(batch, UserError):
                 batch.of_one_process = True  # the other processes do not know of it, so this one has to say it
                 raise batch

@@ -177,7 +177,9 @@ def load_image(
         with Image.open(path if content is None else io.BytesIO(content)) as opened:
             image = _without_transparency(opened).convert("L" if channels == 1 else "RGB")
     except BROKEN as error:
-        raise UnreadableSample(f"image {path} cannot be read: {error}") from None
+        # Pillow would name the object that it reads from, which is another one each time.
+        reason = "it is of no known format" if isinstance(error, UnidentifiedImageError) else error
+        raise UnreadableSample(f"image {path} cannot be read: {reason}") from None
     pixels = np.array(centre_crop(image, size), dtype=np.float32)
     return torch.from_numpy(pixels).reshape(*pixels.shape[:2], channels).permute(2, 0, 1) / 127.5 - 1
 
