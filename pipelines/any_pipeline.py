@@ -31,16 +31,20 @@ def process_state(cpu: bool = False) -> PartialState:
     return PartialState(cpu=cpu, **options)
 
 
-def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None = None) -> DiffusionPipeline:
+def load_pipeline(
+    path: str | Path, dtype: str = "float32", device: str | None = None, vae_dtype: str | None = None
+) -> DiffusionPipeline:
     """Load a pipeline, with or without MHLA, onto a device.
 
     Args:
         path: a folder of `save_pretrained`, or a hub id.
         dtype: "float32", "bfloat16" or "float16".
         device: default: this process's GPU if there is one.
+        vae_dtype: of the VAE alone; None: float32 in a pipeline that makes videos, as diffusers' examples of Wan load
+            it, else `dtype`.
 
     Raises:
-        UserError: there is no pipeline at `path`.
+        UserError: there is no pipeline at `path`, or it is damaged.
     """
     path, place = str(path), usable_device(device) if device else process_state().device
     if Path(path).exists() and not (Path(path) / "model_index.json").is_file():
@@ -49,11 +53,22 @@ def load_pipeline(path: str | Path, dtype: str = "float32", device: str | None =
         raise UserError(f"the pipeline {path!r} does not exist, and it is not a hub id (owner/name)")
     try:
         pipeline = DiffusionPipeline.from_pretrained(path, dtype=getattr(torch, dtype))
+        wanted = vae_dtype or ("float32" if makes_videos(pipeline) else dtype)
+        if wanted != dtype and getattr(pipeline, "vae", None) is not None:
+            # Read anew: converting back would not bring back the digits that were lost.
+            pipeline.vae = type(pipeline.vae).from_pretrained(path, subfolder="vae", dtype=getattr(torch, wanted))
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError) as error:  # the last for a class that diffusers does not have
         reason = " ".join(str(error).split())
         raise UserError(f"the pipeline {path!r} could not be loaded: {reason}") from None
+    for name, component in pipeline.components.items():
+        weights = component.named_parameters() if isinstance(component, torch.nn.Module) else ()
+        if missing := [key for key, weight in weights if weight.is_meta]:
+            raise UserError(
+                f"the pipeline {path!r} could not be loaded: {len(missing)} weights of its {name} are missing, the "
+                f"first is {missing[0]!r}"
+            )
     return pipeline.to(place)
 
 
@@ -71,6 +86,13 @@ def fingerprint(pipeline: DiffusionPipeline) -> str:
         elif name == "scheduler":
             digest.update(json.dumps(dict(component.config), sort_keys=True, default=str).encode())
     return digest.hexdigest()[:12]
+
+
+def precision(pipeline: DiffusionPipeline) -> str:
+    """The dtype of a pipeline's weights in words, and that of its VAE where it has another one."""
+    main, vae = pipeline.dtype, getattr(getattr(pipeline, "vae", None), "dtype", None)
+    text = str(main).removeprefix("torch.")
+    return text if vae in (None, main) else f"{text}, VAE {str(vae).removeprefix('torch.')}"
 
 
 def call_parameters(pipeline: DiffusionPipeline) -> dict[str, inspect.Parameter]:
@@ -100,6 +122,12 @@ def call_arguments(pipeline: DiffusionPipeline, conditions: list[dict[str, Any]]
     for key in ("num_inference_steps", "guidance_scale"):
         if key in parameters:
             call.setdefault(key, parameters[key].default)
+    trained = getattr(getattr(getattr(pipeline, "scheduler", None), "config", None), "num_train_timesteps", None)
+    if trained is not None and call.get("num_inference_steps", 1) > trained:
+        raise UserError(
+            f"num_inference_steps={call['num_inference_steps']} must be at most {trained}, the timesteps that the "
+            f"scheduler of this {name} has"
+        )
     if "guidance_scale" in call:
         call["guidance_scale"] = float(call["guidance_scale"])
     factor = getattr(pipeline, "vae_scale_factor_temporal", 1)

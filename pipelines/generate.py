@@ -35,7 +35,7 @@ from ..randomness import sample_generator
 from ..training.checkpoints import on_main_process
 from ..training.metrics import peak_memory_gib
 from ..training.video_files import write_mp4
-from .any_pipeline import OWN_KEYS, call_arguments, call_parameters, fingerprint, makes_videos, process_state
+from .any_pipeline import OWN_KEYS, call_arguments, call_parameters, fingerprint, makes_videos, precision, process_state
 from .any_pipeline import load_pipeline as load_pipeline
 from .generation_folder import IMAGE_SUFFIX, VIDEO_SUFFIX, Claims, check_place, complete, fill_in, item_files, whole
 from .generation_folder import file_name as file_name
@@ -103,7 +103,8 @@ def generate_images(
         out: folder; written beside the items are `generation.json` (the settings) and `labels.jsonl` (the conditions).
         seed: all items depend on it.
         num_inference_steps, guidance_scale, height, width, num_frames: as in the pipeline's call; None: its defaults.
-        batch_size: items per call of the pipeline; None: 16 images, or 1 video.
+        batch_size: items per call of the pipeline, the last of which is filled up; None: 16 images, or all if they are
+            fewer; 1 video.
         fps: frames per second of the videos, which their length follows from; None: 16, as Wan2.1 is trained with.
         npz: when all images are there, also write `samples.npz` with `arr_0`, uint8 (N, H, W, 3), for the ADM suite.
         progress: show a bar.
@@ -122,7 +123,7 @@ def generate_images(
     if not conditions:
         raise UserError("the number of images must be at least 1, got no conditions")
     videos = makes_videos(pipeline)
-    batch_size = batch_size or (1 if videos else 16)
+    batch_size = batch_size or (1 if videos else min(16, len(conditions)))
     if npz and videos:
         raise UserError(f"npz is for images; {type(pipeline).__name__} makes videos")
     if fps is not None and not videos:
@@ -133,8 +134,8 @@ def generate_images(
         "seed": seed,
         **{name: call.get(name) for name in steering},
         "pipeline": type(pipeline).__name__,
+        "dtype": precision(pipeline),  # before the weights, whose hash depends on it
         "weights": fingerprint(pipeline),
-        "dtype": str(pipeline.dtype).removeprefix("torch."),
         "num_images": len(conditions),
         **{name: call.get(name) for name in sizes if name in call_parameters(pipeline)},
         **({"fps": float(fps or DEFAULT_FPS)} if videos else {}),
@@ -244,8 +245,8 @@ def _generate(pipeline: DiffusionPipeline, arguments: dict[str, Any], videos: bo
         values = np.asarray(values, dtype=np.float32)
         if not np.isfinite(values).all():
             raise _of_this_process(
-                f"the pipeline made values that are not finite with dtype={str(pipeline.dtype).removeprefix('torch.')}"
-                "; float32 and bfloat16 have a wider range than float16"
+                f"the pipeline made values that are not finite with dtype={precision(pipeline)}; "
+                "float32 and bfloat16 have a wider range than float16"
             )
         yield (values * 255).round().clip(0, 255).astype(np.uint8)
 

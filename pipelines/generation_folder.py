@@ -18,16 +18,19 @@ import errno
 import fcntl
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import UserError
-from ..training.checkpoints import TEMPORARY, sweep
+from ..training.checkpoints import TEMPORARY
 
 MANIFEST, LABELS, CLAIMS = "generation.json", "labels.jsonl", ".claims"
 IMAGE_SUFFIX, VIDEO_SUFFIX = ".png", ".mp4"
+# What `whole` and `write_mp4` leave when they are killed; a training run's temporary files in a folder are its own.
+HALF_WRITTEN = re.compile(rf"({re.escape(TEMPORARY)}){{1,2}}[0-9a-f]{{12}}\.[a-z0-9]+")
 MAX_NAME = 255  # bytes of a file name on Linux and macOS
 BUSY = {errno.EAGAIN, errno.EACCES}
 OPENING, PRESENT, FIRST_ITEM = 0, 1, 2  # bytes of the file of claims
@@ -72,6 +75,13 @@ def item_files(conditions: Sequence[dict[str, Any]], suffix: str) -> list[str]:
         file = file_name(index, name, suffix)
         if (other := files.setdefault(file, index)) != index:
             raise UserError(f"items {other} and {index} would both be the file {file!r}; give them different names")
+    for file, index in files.items():
+        for folder in map(str, PurePosixPath(file).parents):
+            if folder in files:
+                raise UserError(
+                    f"item {files[folder]} would be the file {folder!r}, and item {index} would lie in a folder of "
+                    "that name; give them different names"
+                )
     return list(files)
 
 
@@ -230,6 +240,8 @@ class Claims:
         if not self.file.closed:
             with contextlib.suppress(OSError):
                 if self.available and self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, 0, 0):
-                    sweep(self.path.parent)
+                    for path in self.path.parent.iterdir():
+                        if HALF_WRITTEN.fullmatch(path.name):
+                            path.unlink(missing_ok=True)
                     self.path.unlink(missing_ok=True)
             self.file.close()

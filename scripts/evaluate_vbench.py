@@ -48,9 +48,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     generate.add_argument("--fps", type=float, help="frames per second of the files (default: 16, as Wan2.1)")
     generate.add_argument("--seed", type=int, default=0, help="every video depends on it (default: 0)")
     generate.add_argument("--batch-size", type=int, default=1, help="videos per forward pass (default: 1)")
-    generate.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of all weights"
-    )
+    dtypes = ("float32", "bfloat16", "float16")
+    generate.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights (default: float32)")
+    generate.add_argument("--vae-dtype", choices=dtypes, help="of the VAE (default: float32)")
     run.add_argument("--videos", required=True, metavar="DIR", help="the folder of {prompt}-{k}.mp4")
     run.add_argument("--filtered-videos", metavar="DIR", help="what `vbench static_filter` kept, for the flickering")
     run.add_argument("--local-weights", action="store_true", help="VBench's weights are in its cache; no downloads")
@@ -68,7 +68,7 @@ def generate(args: argparse.Namespace, dimensions: list[str] | None) -> None:
     suite = vbench.required_suite(args.prompts, args.vbench_python)
     prompts = vbench_prompts.read_suite(suite, dimensions, args.augmented)
     vbench_prompts.check_file_system(prompts, args.out)
-    pipeline = load_pipeline(args.pipeline, args.dtype, args.device)
+    pipeline = load_pipeline(args.pipeline, args.dtype, args.device, args.vae_dtype)
     report = generate_images(pipeline, vbench_prompts.conditions(prompts), args.out, seed=args.seed, **numbers)
     if os.environ.get("RANK", "0") == "0":
         print(report)
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, dimensions: list[str] | None) -> None:
     names = [vbench_dimensions.dimension_named(name).name for name in dimensions or vbench_dimensions.DIMENSIONS]
     suite = vbench.find_suite(args.prompts, args.vbench_python)
     if suite is None and names == list(vbench.COMPUTED_HERE):
-        paths = vbench.evaluate_folder(args.videos, args.out)
+        paths = vbench.evaluate_folder(args.filtered_videos or args.videos, args.out)
     else:
         prompts = vbench_prompts.read_suite(vbench.required_suite(suite, args.vbench_python), names)
         options = {"python": args.vbench_python, "local": args.local_weights, "device": args.device}

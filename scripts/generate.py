@@ -41,8 +41,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--num-frames", type=int, help="of a video; Wan: 4k + 1 (default: the pipeline's; Wan 81)")
     parser.add_argument("--fps", type=float, help="frames per second of a video file (default: 16, as Wan2.1)")
     parser.add_argument("--seed", type=int, default=0, help="everything depends on it (default: 0)")
-    parser.add_argument("--batch-size", type=int, help="items per forward pass (default: 16 images, 1 video)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of all weights")
+    parser.add_argument("--batch-size", type=int, help="items per forward pass (default: at most 16 images, 1 video)")
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights (default: float32)")
+    parser.add_argument("--vae-dtype", choices=dtypes, help="of the VAE (default: float32 for videos, else --dtype)")
     parser.add_argument("--device", help="cuda, cpu, … (default: the GPU of this process if there is one)")
     parser.add_argument("--npz", action="store_true", help="also write samples.npz, as the ADM suite reads it")
     return parser.parse_args(argv)
@@ -61,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.labels:
             read_lines(args.labels, "label file")
         conditions = read_prompts(args.prompts) if args.prompts else None
-        pipeline = load_pipeline(args.pipeline, args.dtype, args.device)
+        pipeline = load_pipeline(args.pipeline, args.dtype, args.device, args.vae_dtype)
         conditions = conditions or class_conditions(pipeline, args.num_images, args.labels)
         report = generate_images(pipeline, conditions, args.out, seed=args.seed, npz=args.npz, **numbers)
     except UserError as error:

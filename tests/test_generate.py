@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -294,6 +295,22 @@ def test_command_says_what_is_wrong_in_one_line(tmp_path, monkeypatch, capsys, p
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not Path("out").exists()
+
+
+def test_damaged_pipelines_are_refused_in_one_sentence(saved, tmp_path):
+    index, config = "model_index.json", "transformer/config.json"
+    more_layers = json.loads((saved / config).read_text())
+    more_layers["num_layers"] += 1
+    for name, file, content, message in (
+        ("class", index, (saved / index).read_text().replace("MHLADiTPipeline", "NoPipeline"), "no attribute NoPipel"),
+        ("weights", config, json.dumps(more_layers), "weights of its transformer are missing, the first is 'tr"),
+        ("json", index, "{", "not a valid JSON"),
+    ):
+        shutil.copytree(saved, tmp_path / name)
+        (tmp_path / name / file).write_text(content)
+        with pytest.raises(UserError, match=message) as error:
+            load_pipeline(tmp_path / name, device="cpu")
+        assert "\n" not in str(error.value)
 
 
 def test_half_precision_pipeline_generates(saved, tmp_path):

@@ -25,7 +25,7 @@ from wan_models import small_components as wan_components
 from mhla_diffusion import apply_mhla
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.pipelines import MHLADiTPipeline, MHLASanaPipeline, MHLAWanPipeline
-from mhla_diffusion.pipelines.generate import generate_images
+from mhla_diffusion.pipelines.generate import generate_images, load_pipeline
 from mhla_diffusion.pipelines.generation_folder import CLAIMS, Claims, check_name, complete, file_name, item_files
 from mhla_diffusion.pipelines.prompts import read_prompts
 from mhla_diffusion.randomness import sample_generator
@@ -163,6 +163,36 @@ def test_impossible_names_are_refused(sana, tmp_path, name):
 def test_two_items_of_one_file_are_refused():
     with pytest.raises(UserError, match="items 0 and 1 would both be the file '000000.png'"):
         item_files([{}, {"name": "000000"}], ".png")
+    with pytest.raises(UserError, match="item 1 would be the file 'x.png', and item 0 would lie in a folder of that"):
+        item_files([{"name": "x.png/y"}, {"name": "x"}], ".png")
+
+
+def test_few_images_are_not_filled_up_to_a_batch_of_sixteen(sana, tmp_path, monkeypatch):
+    original, sizes = MHLASanaPipeline.__call__, []
+
+    def counting(self, *args, **kwargs):
+        sizes.append(len(kwargs["prompt"]))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(MHLASanaPipeline, "__call__", functools.wraps(original)(counting))
+    generate_images(sana, PROMPTS[:2], tmp_path, **IMAGES | {"batch_size": None})
+    assert sizes == [2]
+
+
+def test_vae_of_videos_stays_in_float32_unless_asked_otherwise(wan, sana, tmp_path):
+    wan.save_pretrained(tmp_path / "wan")
+    sana.save_pretrained(tmp_path / "sana")
+    mixed = load_pipeline(tmp_path / "wan", "bfloat16", "cpu")
+    assert mixed.transformer.patch_embedding.weight.dtype == mixed.text_encoder.dtype == torch.bfloat16
+    assert all(torch.equal(w, mixed.vae.state_dict()[name]) for name, w in wan.vae.state_dict().items())
+    generate_images(mixed, PROMPTS[:1], tmp_path / "out", **VIDEOS)
+    assert json.loads((tmp_path / "out" / "generation.json").read_text())["dtype"] == "bfloat16, VAE float32"
+    half = load_pipeline(tmp_path / "wan", "bfloat16", "cpu", "bfloat16")
+    assert half.vae.dtype == torch.bfloat16
+    with pytest.raises(UserError, match="made with dtype=bfloat16, VAE float32, now it is bfloat16"):
+        generate_images(half, PROMPTS[:1], tmp_path / "out", **VIDEOS)
+    assert load_pipeline(tmp_path / "sana", "bfloat16", "cpu").vae.dtype == torch.bfloat16
+    assert load_pipeline(tmp_path / "sana", "float16", "cpu", "bfloat16").vae.dtype == torch.bfloat16
 
 
 def test_prompts_that_are_cut_off_are_told(sana, tmp_path):
@@ -362,6 +392,18 @@ def test_claims_stay_while_another_process_is_at_work(sana, tmp_path):
     assert not hidden(out)
 
 
+def test_only_generations_own_half_written_files_are_removed(sana, tmp_path):
+    strange = [".tmp-metrics.jsonl", ".tmp-step-00000010/model.safetensors", ".tmp-old-pipeline/x.json"]
+    for name in strange:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("of somebody else")
+    for name in (".tmp-0123456789ab.png", ".tmp-.tmp-0123456789ab.mp4", ".tmp-0123456789ab.jsonl"):
+        (tmp_path / name).write_text("of a killed process")
+    generate_images(sana, PROMPTS[:1], tmp_path, **IMAGES)
+    assert hidden(tmp_path) == [".tmp-metrics.jsonl", ".tmp-old-pipeline", ".tmp-step-00000010"]
+    assert all((tmp_path / name).is_file() for name in strange)
+
+
 def test_a_file_system_without_locks_costs_nothing_but_sharing(sana, tmp_path, monkeypatch):
     def no_locks(*_):
         raise OSError(37, "No locks available")
@@ -437,6 +479,7 @@ def test_missing_prompt_file_is_refused(tmp_path):
         ("wan", {"fps": 1000}, "fps=1000 must be below 1000"),
         ("blind", {}, "MHLASanaPipeline has no text encoder"),
         ("dit", {"height": None, "width": None}, "MHLADiTPipeline takes no prompt"),
+        ("sana", {"num_inference_steps": 1001}, "num_inference_steps=1001 must be at most 1000, the timesteps"),
     ],
 )
 def test_what_a_pipeline_cannot_do_is_refused_before_any_work(sana, wan, tmp_path, kind, options, message):
