@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -301,12 +302,13 @@ def test_a_stopped_benchmark_goes_on_where_it_was(tmp_path):
     assert len(path.read_text().splitlines()) == 6
 
 
-def test_a_file_of_something_else_is_left_alone(tmp_path):
+@pytest.mark.parametrize("content", [b"mine\n", b"", b"[1, 2]\n", b"\xff\xfe", b'{"machine": {"cores": 3}}\n'])
+def test_a_file_of_something_else_is_left_alone(tmp_path, content):
     path = tmp_path / "notes.txt"
-    path.write_text("mine\n")
+    path.write_bytes(content)
     with pytest.raises(UserError, match="exists and is not of a benchmark on this machine"):
         Results({"machine": {}}, path)
-    assert path.read_text() == "mine\n"
+    assert path.read_bytes() == content
 
 
 def test_tables_hold_medians_quartiles_relations_and_reasons():
@@ -444,6 +446,32 @@ def test_a_killed_process_costs_one_candidate_only(monkeypatch):
     run_jobs(plan([SMALL], lambda case: ["a", "large", "b"], 1, memory=False), results, progress=False)
     assert results.of(SMALL, "large").problems == {"time": "out of memory"}
     assert [results.of(SMALL, name).seconds for name in ("a", "b")] == [[1.0], [1.0]]
+
+
+@pytest.mark.parametrize("where", ["build", "call"])
+@pytest.mark.parametrize("once", [False, True])
+def test_too_little_memory_costs_the_candidate_whatever_is_measured(monkeypatch, where, once):
+    from mhla_diffusion.benchmarks import jobs as module
+    from mhla_diffusion.benchmarks.worker import work
+
+    def fail(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
+
+    def events(request):
+        sent = []
+        work(request, SimpleNamespace(send=sent.append))
+        assert not any("failed" in event for event in sent), sent[-1]["failed"]
+        return sent
+
+    if where == "build":
+        monkeypatch.setattr(operators, "prepare", fail)
+    else:
+        monkeypatch.setattr(operators, "prepare", lambda case, names: {name: Call(fail) for name in names})
+    monkeypatch.setattr(module, "worker_events", events)
+    results = Results({})
+    run_jobs(plan([SMALL], lambda case: ["a", "b"], 1, once=once), results, progress=False)
+    for name in ("a", "b"):
+        assert results.of(SMALL, name).problems == {"time": "out of memory", "memory": "out of memory"}
 
 
 def test_a_kill_is_told_from_a_failure():

@@ -12,11 +12,9 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import UserError
-from .measure import enough
+from .measure import OUT_OF_MEMORY, enough
 from .results import Case, Results, kind_of
 from .worker import work
-
-KILLED = "out of memory"  # what a SIGKILL means that we did not send
 
 
 @dataclass(frozen=True)
@@ -103,8 +101,8 @@ def _run(job: Job, results: Results, bar: tqdm) -> None:
             elif "begin" not in event:
                 results.add(job.case, current, **event)
             bar.set_postfix_str(f"{current}, {len(results.of(job.case, current).seconds)}", refresh=True)
-    except ProcessKilled:
-        _give_up(job, results, current, KILLED)
+    except ProcessKilled:  # not by us
+        _give_up(job, results, current, OUT_OF_MEMORY)
 
 
 def _give_up(job: Job, results: Results, variant: str, reason: str) -> None:

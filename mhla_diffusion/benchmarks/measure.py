@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+OUT_OF_MEMORY = "out of memory"  # why a candidate has no measurement
 FEWEST = 3  # timed calls of a candidate before its budget may end its part
 
 
@@ -56,17 +57,13 @@ def interleaved(
             yield name, None
             try:
                 seconds = timed(calls[name], device)
-            except (torch.OutOfMemoryError, MemoryError) as error:
-                reason = error
-            except RuntimeError as error:
-                if "allocate memory" not in str(error):  # torch has no class of its own for the CPU's
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
                     raise
-                reason = error
-            else:
-                reason = None
-            if reason is not None:
+                seconds = None
+            if seconds is None:
                 alive.remove(name)
-                yield name, "out of memory"
+                yield name, OUT_OF_MEMORY
             elif name not in is_warm:
                 is_warm.add(name)
             else:
@@ -74,6 +71,11 @@ def interleaved(
                 yield name, seconds
                 if enough(times[name], repeats, budget):
                     alive.remove(name)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is too little memory; torch has no class of its own for the CPU's."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
 
 
 def enough(times: list[float], repeats: int, budget: float = float("inf")) -> bool:

@@ -61,8 +61,12 @@ class Results:
             return
         check_writable("json", path)
         if path.exists():
-            lines = read_metrics(path)  # without a last line that was cut off
-            if not lines or lines[0].get("machine") != self.header.get("machine"):
+            try:
+                lines = read_metrics(path)  # without a last line that was cut off
+            except (OSError, UnicodeDecodeError):
+                lines = []
+            is_ours = all(isinstance(line, dict) for line in lines) and lines
+            if not is_ours or lines[0].get("machine") != self.header.get("machine"):
                 raise UserError(
                     f"json={str(path)!r} exists and is not of a benchmark on this machine with these versions; name "
                     "another file, or delete it."

@@ -10,22 +10,26 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-import torch
-
 from ..errors import UserError
 from . import models, operators
-from .measure import Call, MemoryMeter, interleaved, peak_of
+from .measure import OUT_OF_MEMORY, Call, MemoryMeter, interleaved, is_out_of_memory, peak_of, timed
 
 
 def work(job: Mapping[str, Any], events: Connection) -> None:
     """Do a job and send its events; a refusal or a failure is the last one."""
+    current = job.get("variants")  # what a lack of memory costs; while the model is built, all of them
     try:
         for event in run(job):
+            current = [event["variant"]]
             events.send(event)
     except UserError as error:
         events.send({"refused": str(error)})
-    except Exception:
-        events.send({"failed": traceback.format_exc()})
+    except Exception as error:
+        if current and is_out_of_memory(error):
+            for name in current:
+                events.send({"variant": name, "error": OUT_OF_MEMORY})
+        else:
+            events.send({"failed": traceback.format_exc()})
 
 
 def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -36,16 +40,12 @@ def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     if job["measure"] != "time":
         (name,) = calls
         yield {"variant": name, "begin": True}
-        try:
-            before, peak, seconds = peak_of(calls[name], meter, warm_up=job["measure"] == "memory")
-        except torch.OutOfMemoryError:
-            yield {"variant": name, "error": "out of memory"}
-            return
+        before, peak, seconds = peak_of(calls[name], meter, warm_up=job["measure"] == "memory")
         yield {"variant": name, "memory": {"weights": weights, "call": peak - before, "peak": peak - at_start}}
         if job["measure"] == "once":
             yield {"variant": name, "seconds": seconds}
         return
-    failed = set()
+    failed, is_warm = set(), set()
     events = interleaved(calls, job["repeats"], job["case"]["device"], job["budget"], job["before"])
     for name, result in events:
         if result is None:
@@ -54,10 +54,13 @@ def run(job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             failed.add(name)
             yield {"variant": name, "error": result}
         else:
+            is_warm.add(name)
             yield {"variant": name, "seconds": result}
     if job["profile"] and profile is not None:
         for name in [name for name in calls if name not in failed]:
             yield {"variant": name, "begin": True}
+            if name not in is_warm:  # its times are from before
+                timed(calls[name], job["case"]["device"])
             yield {"variant": name, "profile": profile(name)}
 
 
