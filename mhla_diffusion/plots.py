@@ -57,6 +57,8 @@ def read_samples(folders: Mapping[str, str | Path], count: int) -> tuple[dict[st
 
     Raises `UserError` for a folder with fewer, or whose prompts differ from those of the others.
     """
+    if count < 1:
+        raise UserError(f"--count {count} must be at least 1")
     rows: dict[str, list[Image.Image]] = {}
     columns: list[str] | None = None
     for label, folder in folders.items():
@@ -69,7 +71,10 @@ def read_samples(folders: Mapping[str, str | Path], count: int) -> tuple[dict[st
         if columns not in (None, titles):
             raise UserError(f"--samples {label}={folder} has other prompts than the folders before it; use the same")
         columns = titles
-        rows[label] = [Image.open(Path(folder) / item["file"]) for item in items]
+        try:
+            rows[label] = [Image.open(Path(folder) / item["file"]) for item in items]
+        except OSError as error:
+            raise UserError(f"--samples {label}={folder} holds a file that is no image: {error}") from None
     return rows, columns or []
 
 

@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--linear", action="store_true", help="a linear instead of a logarithmic axis of losses")
     parser.add_argument("--out", required=True, metavar="FILE", help="the PNG file")
     args = parser.parse_intermixed_args(argv)
+    names = [name for name, _ in args.run or args.samples]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        parser.error(f"the name {repeated[0]!r} is given twice; names must differ")
     try:
         from mhla_diffusion.plots import plot_losses, plot_samples, read_samples, run_curves
 

@@ -139,6 +139,9 @@ def test_captions_are_found_wherever_they_lie(generated, tmp_path):
     assert read_captions(images, tmp_path / "captions.txt") == TEXTS
     write_labels(tmp_path, [{"prompt": text} for text in TEXTS], "prompts.jsonl")
     assert read_captions(images, tmp_path / "prompts.jsonl") == TEXTS
+    named = [{"prompt": text, "name": f"{i:06d}"} for i, text in enumerate(TEXTS)][::-1]
+    write_labels(tmp_path, named, "named.jsonl")
+    assert read_captions(images, tmp_path / "named.jsonl") == TEXTS
     (generated / "labels.jsonl").unlink()
     for i, text in enumerate(TEXTS):
         (generated / f"{i:06d}.txt").write_text(text + "\n")

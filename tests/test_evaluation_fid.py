@@ -79,6 +79,9 @@ def test_digits_score_better_than_noise(digits):
     assert good["precision"] > 0.6 > bad["precision"] + 0.2 and good["recall"] > 0.6 > bad["recall"]
     assert good["inception_score"] > 6 > bad["inception_score"]
     assert good["num_generated"] == 150 and good["num_reference"] == 200
+    assert good["protocol"]["kid"].startswith("5 subsets of 150, ")
+    same = score(digits / "train", digits / "train", metrics=["kid"])
+    assert same["protocol"]["kid"].startswith("all 150 images, ") and same["kid_std"] == 0
 
 
 def test_accuracy_is_the_share_recognised_as_the_requested_class(digits, tmp_path):

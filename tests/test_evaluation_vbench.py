@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import textwrap
 from pathlib import Path
@@ -501,6 +502,12 @@ def test_quick_check_needs_no_prompts(videos, tmp_path, script, monkeypatch, cap
     assert script("run", *options, "--dimensions", "temporal_flickering") == 0
     content = json.loads((tmp_path / "quick" / "temporal_flickering_eval_results.json").read_text())
     assert len(content["temporal_flickering"][1]) == 20
+    filtered = tmp_path / "filtered"
+    filtered.mkdir()
+    shutil.copy(next(videos.glob("*.mp4")), filtered)
+    assert script("run", *options, "--dimensions", "temporal_flickering", "--filtered-videos", filtered) == 0
+    content = json.loads((tmp_path / "quick" / "temporal_flickering_eval_results.json").read_text())
+    assert [Path(video["video_path"]).parent for video in content["temporal_flickering"][1]] == [filtered]
     capsys.readouterr()
     assert script("run", *options) == 2
     assert capsys.readouterr().err.startswith("error: VBench's prompts are needed")

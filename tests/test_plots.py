@@ -54,6 +54,11 @@ def test_samples_stand_under_their_prompts(tmp_path):
         read_samples({"one": one, "strange": strange}, 2)
     with pytest.raises(UserError, match="does not hold 3 images"):
         read_samples({"one": one}, 3)
+    with pytest.raises(UserError, match="--count 0 must be at least 1"):
+        read_samples({"one": one}, 0)
+    (one / "8.png").write_bytes(b"a video")
+    with pytest.raises(UserError, match="one=.* holds a file that is no image"):
+        read_samples({"one": one}, 2)
 
 
 def test_the_script_draws_both_and_tells_what_is_wrong(tmp_path):
@@ -68,4 +73,6 @@ def test_the_script_draws_both_and_tells_what_is_wrong(tmp_path):
         [*script, f"--run=stock={samples}", "--out", str(tmp_path / "x.png")], capture_output=True, text=True
     )
     assert done.returncode == 2 and "holds no run" in done.stderr and done.stderr.count("\n") == 1
+    twice = subprocess.run([*script, f"--run=a={run}", f"--run=a={run}", "--out", "x"], capture_output=True, text=True)
+    assert twice.returncode == 2 and "the name 'a' is given twice" in twice.stderr
     assert not (tmp_path / "x.png").exists()

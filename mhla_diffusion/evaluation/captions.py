@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,10 +21,11 @@ def read_captions(images: ImageSet, captions: str | Path | None = None) -> list[
 
     Args:
         images: the folder.
-        captions: a `.jsonl` file whose lines hold `file` or `file_name` and `prompt` or `text`, or lines with a text
-            alone, which belong to the images in the order of their paths; any other suffix: text, one caption a line,
-            in that order. None: what lies in the folder, `labels.jsonl` (written by generation), else `metadata.jsonl`
-            or a `.txt` file beside each image, as for training.
+        captions: a `.jsonl` file whose lines hold `file` or `file_name` (or `name`, without suffix, as a prompt file
+            has it) and `prompt` or `text`, or lines with a text alone, which belong to the images in the order of their
+            paths; any other suffix: text, one caption a line, in that order. None: what lies in the folder,
+            `labels.jsonl` (written by generation), else `metadata.jsonl` or a `.txt` file beside each image, as for
+            training.
 
     Raises:
         UserError: no captions, an unreadable file, an image without a text or with an empty one, a text whose image
@@ -38,7 +40,9 @@ def read_captions(images: ImageSet, captions: str | Path | None = None) -> list[
             found = folder_captions.read_captions(images.path, names)
             return [found[name] for name in names]
     source = Path(captions)
-    entries = _read_jsonl(source) if source.suffix == ".jsonl" else [(None, t) for _, t in read_lines(source, FILE)]
+    files = {str(PurePosixPath(name).with_suffix("")): name for name in names}
+    is_jsonl = source.suffix == ".jsonl"
+    entries = _read_jsonl(source, files) if is_jsonl else [(None, t) for _, t in read_lines(source, FILE)]
     if all(name is None for name, _ in entries):
         if len(entries) != len(names):
             raise UserError(
@@ -84,13 +88,16 @@ def caption_set(path: str | Path, role: str = "reference") -> ImageSet:
     return images
 
 
-def _read_jsonl(path: Path) -> list[tuple[str | None, str]]:
+def _read_jsonl(path: Path, files: Mapping[str, str]) -> list[tuple[str | None, str]]:
+    """File and text of each line; `files` gives the file of a name without suffix."""
     entries = []
     for place, entry in read_objects(path, FILE):
         texts = [entry[key] for key in TEXT_KEYS if key in entry]
         if not texts:
             raise UserError(f"{place} holds no text: one of {', '.join(TEXT_KEYS)} is needed")
         names = [entry[key] for key in FILE_KEYS if key in entry]
+        if not names and entry.get("name") is not None:
+            names = [files.get(str(entry["name"]), entry["name"])]
         entries.append((PurePosixPath(str(names[0])).as_posix() if names else None, _checked(texts[0], place)))
     return entries
 

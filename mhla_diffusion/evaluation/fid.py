@@ -313,7 +313,9 @@ def evaluate_images(
                 fake.features, real.features, kid_subsets, KID_SUBSET_SIZE, device=network.device
             )
             size = min(KID_SUBSET_SIZE, len(fake.features), kept)
-            protocol["kid"] = f"{kid_subsets} subsets of {size}, unbiased, cubic kernel"
+            everything = size == len(fake.features) == kept
+            subsets = f"all {size} images" if everything else f"{kid_subsets} subsets of {size}"
+            protocol["kid"] = f"{subsets}, unbiased, cubic kernel"
             if result["kid"] < 0:
                 remarks.append("KID below zero is possible, being unbiased: no difference was found.")
     if "accuracy" in wanted:
