@@ -297,8 +297,9 @@ def test_command_says_what_is_wrong_in_one_line(tmp_path, monkeypatch, capsys, p
     assert not Path("out").exists()
 
 
-def test_damaged_pipelines_are_refused_in_one_sentence(saved, tmp_path):
-    index, config = "model_index.json", "transformer/config.json"
+def test_damaged_pipelines_are_refused_in_one_sentence(tmp_path):
+    saved, index, config = tmp_path / "saved", "model_index.json", "transformer/config.json"
+    MHLADiTPipeline(small_dit(), None, DDIMScheduler()).save_pretrained(saved)
     more_layers = json.loads((saved / config).read_text())
     more_layers["num_layers"] += 1
     for name, file, content, message in (
