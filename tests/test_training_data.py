@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from training_runs import make_images
+from training_runs import ROOT, make_images
 
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training.data import (
@@ -142,6 +145,30 @@ def test_a_shape_of_which_nothing_can_be_read_is_told(tmp_path):
     damage(folder, "0/wide.png")
     with pytest.raises(UserError, match="none of the 1 samples of shape 8×16 can be read; the first: image .*wide.png"):
         list(read_batches(source, [[(0, 4)]], 0, 0))
+
+
+LEFT_OPEN = """
+import sys, time
+from mhla_diffusion.training.data import read_batches
+from mhla_diffusion.training.images import ImageFolder
+
+class Slow(ImageFolder):
+    def read(self, index, generator):
+        if index > 0:
+            time.sleep(float(sys.argv[2]))
+        return super().read(index, generator)
+
+batches = read_batches(Slow(sys.argv[1], size=8), [[(0, index)] for index in range(21)], 0, 1)
+print(len(next(batches).keys), flush=True)
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 1000])
+def test_a_process_that_leaves_its_readers_open_ends_all_the_same(tmp_path, seconds):
+    make_images(tmp_path / "images")
+    command = [sys.executable, "-c", LEFT_OPEN, str(tmp_path / "images"), str(seconds)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "1\n") and "Error" not in done.stderr
 
 
 def test_numeric_class_folders_are_ordered_by_value(tmp_path):

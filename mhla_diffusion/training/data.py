@@ -7,9 +7,12 @@ over any number of processes and read by any number of workers without changing 
 
 from __future__ import annotations
 
+import atexit
 import bisect
+import contextlib
 import signal
 import warnings
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -306,6 +309,31 @@ def _ignore_sigterm(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
+_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()  # what `read_batches` gave and is not finished
+_READERS: weakref.WeakSet[Any] = weakref.WeakSet()  # reading processes
+
+
+@atexit.register
+def _end_reading() -> None:
+    """Close what is still open, and end readers that hang.
+
+    multiprocessing ends what is left at exit by a signal that readers ignore, and would wait for them forever.
+    """
+    for batches in [*_OPEN]:
+        with contextlib.suppress(Exception):
+            batches.close()
+    for reader in [*_READERS]:
+        with contextlib.suppress(Exception):
+            if reader.is_alive():
+                reader.kill()
+
+
+def _started(loader: DataLoader) -> Iterator[Any]:
+    batches = iter(loader)
+    _READERS.update(getattr(batches, "_workers", ()))
+    return batches
+
+
 def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) -> Iterator[Batch]:
     """Yield the batches of `plan` (an iterable of lists of (epoch, index)), read ahead by `num_workers` processes.
 
@@ -315,6 +343,12 @@ def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) ->
     Raises:
         UserError: when more than 1 % of the samples, and more than ten, are damaged.
     """
+    batches = _read_batches(source, plan, seed, num_workers)
+    _OPEN.add(batches)
+    return batches
+
+
+def _read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) -> Iterator[Batch]:
     loader = DataLoader(
         _Reader(source, seed),
         batch_sampler=plan,
@@ -327,7 +361,7 @@ def read_batches(source: ImageSource, plan: Any, seed: int, num_workers: int) ->
     damaged: dict[int | str, str] = {}
     count = 0 if _is_stream(source) else len(source)
     try:
-        for batch in loader:
+        for batch in _started(loader):
             if isinstance(batch, Batch):
                 count += len(batch.keys) if _is_stream(source) else 0  # a stream is judged by what is read of it
                 for which, sentence in batch.skipped:
