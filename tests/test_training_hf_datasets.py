@@ -153,6 +153,19 @@ def test_what_is_no_image_is_told_in_the_same_words_each_time(tmp_path):
         source.read(10, sample_generator(0))
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_without_an_image_is_told_and_replaced(tmp_path, streaming):
+    images = make_images(tmp_path / "images")
+    files = [{"bytes": (images / name).read_bytes(), "path": None} for name, _ in ImageFolder(images, 8).files]
+    rows = datasets.Dataset.from_dict({"image": [*files[:10], None, *files[11:]], "text": ["a caption"] * 21})
+    (tmp_path / "data").mkdir()
+    rows.cast_column("image", datasets.Image()).to_parquet(str(tmp_path / "data" / "train-00000-of-00001.parquet"))
+    options = DataOptions(size=8, streaming=streaming, buckets=None if streaming else [[8, 8], [8, 16]])
+    source = open_source(str(tmp_path / "data"), "data.train", options, family_named("sana"), flip=False)
+    with pytest.warns(UserWarning, match="image .* is missing; another one is used in its place"):
+        assert len(list(read_batches(source, [[(0, index)] for index in range(21)], 0, 0))) == 21
+
+
 def test_what_can_be_a_dataset_is_told_from_paths(tmp_path):
     make_images(tmp_path / "images")
     assert is_dataset("owner/name") and is_dataset("owner/name:test")

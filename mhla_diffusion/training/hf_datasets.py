@@ -17,7 +17,7 @@ import torch
 
 from ..errors import UserError
 from .buckets import Size
-from .data import Sample
+from .data import Sample, UnreadableSample
 from .images import ImageSamples, image_size
 
 LABELS = ("label", "labels", "cls", "class", "fine_label", "target")
@@ -106,17 +106,30 @@ class DatasetImages(ImageSamples):
         return [values, list(own_names.values())]
 
     def _image_size(self, index: int) -> Size | None:
-        image = self.rows[index]["image"]
-        return image_size(image["path"] if image["bytes"] is None else io.BytesIO(image["bytes"]))
+        try:
+            path, content = image_file(self.rows[index]["image"], "")
+        except UnreadableSample:
+            return None
+        return image_size(path if content is None else io.BytesIO(content))
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def read(self, index: int, generator: torch.Generator) -> Sample:
         row: dict[str, Any] = self.rows[index]
-        path = row["image"]["path"] or f"{index} of dataset {self.name}"
+        path, content = image_file(row["image"], f"{index} of dataset {self.name}")
         label = None if self.labels is None else self.labels[index]
-        return self._sample(index, path, row["image"]["bytes"], generator, label, row.get("text"))
+        return self._sample(index, path, content, generator, label, row.get("text"))
+
+
+def image_file(image: dict[str, Any] | None, name: str) -> tuple[str, bytes | None]:
+    """Path, or else `name`, and content (None where only the path is known) of an image that is not decoded.
+
+    Raises `UnreadableSample` where there is none.
+    """
+    if image is None or (image["bytes"] is None and image["path"] is None):
+        raise UnreadableSample(f"image {name} is missing")
+    return image["path"] or name, image["bytes"]
 
 
 def load(name: str, streaming: bool) -> Any:

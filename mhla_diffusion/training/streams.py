@@ -22,7 +22,7 @@ import torch
 from ..errors import UserError
 from .config import DataOptions
 from .data import Sample, sample_generator
-from .hf_datasets import find_columns, load
+from .hf_datasets import find_columns, image_file, load
 from .images import ImageSamples
 
 BUFFER = 1000  # rows that are shuffled among each other
@@ -106,12 +106,12 @@ class StreamedImages(ImageSamples):
         if self._stream is None:
             raise RuntimeError("a stream is read through `shuffled`")
         row = self._stream.row(index)
-        path = row[self._image]["path"] or f"{index} of dataset {self.name}"
+        path, content = image_file(row[self._image], f"{index} of dataset {self.name}")
         text = row[self._caption] if self._caption else None
         if self.captioned and not (text or "").strip():
             raise UserError(f"dataset {self.name!r} has an empty caption, that of image {path}; leave such rows out")
         label = None if self._label_column is None else self._label(row[self._label_column], path)
-        return self._sample(index, path, row[self._image]["bytes"], generator, label, text)
+        return self._sample(index, path, content, generator, label, text)
 
     def _label(self, value: int | None, path: str) -> int:
         if value is None or not 0 <= value < len(self._labels):
