@@ -6,13 +6,17 @@ import struct
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from test_video_files import clock, numbers
 
+from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.randomness import sample_generator
 from mhla_diffusion.training.config import DataOptions
 from mhla_diffusion.training.data import UnreadableSample, read_batches
+from mhla_diffusion.training.images import ImageFolder
 from mhla_diffusion.training.moving_digits import write_moving_digits
+from mhla_diffusion.training.sources import open_source
 from mhla_diffusion.training.video_files import write_mp4
 from mhla_diffusion.training.videos import VideoFolder, holds_videos
 
@@ -184,6 +188,21 @@ def test_another_video_stands_in_for_one_that_cannot_be_opened(tmp_path):
         (root / f"{name}.mp4").write_bytes(b"")
     with pytest.raises(UserError, match="3 or more of 3 samples cannot be read, .* the first: video .*a.mp4"):
         VideoFolder(root, options())
+
+
+def test_hidden_folders_are_left_out(tmp_path):
+    folder_of(tmp_path / "v", a=5)
+    folder_of(tmp_path / "v" / ".trash", b=5)
+    assert VideoFolder(tmp_path / "v", options()).files == ["a.mp4"]
+
+
+def test_images_among_which_there_are_videos_are_images_unless_clips_are_asked_for(tmp_path):
+    root = folder_of(tmp_path / "v", a=5)
+    Image.new("RGB", (32, 32)).save(root / "b.png")
+    (root / "b.txt").write_text("black")
+    sana = family_named("sana")
+    assert isinstance(open_source(str(root), "data.train", options(num_frames=1), sana, flip=False), ImageFolder)
+    assert isinstance(open_source(str(root), "data.train", options(), sana, flip=False), VideoFolder)
 
 
 def test_a_video_that_is_damaged_after_its_start_is_told_when_it_is_read(tmp_path):

@@ -166,6 +166,23 @@ def test_a_file_cut_off_in_the_middle_is_told(tmp_path, kept):
     assert read_clip(cut, 5, 25, 32, 48).shape == (5, 32, 48, 3)  # what is there can be read
 
 
+def test_a_title_that_is_no_utf8_does_not_matter(tmp_path):
+    with av.open(str(tmp_path / "whole.avi"), "w") as container:
+        container.metadata["title"] = "CAFE"
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.height, stream.width, stream.pix_fmt = 32, 48, "yuv420p"
+        for number, pixels in enumerate(clock(20)):
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame.pts, frame.time_base = number, Fraction(1, 10)
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    content = (tmp_path / "whole.avi").read_bytes()
+    assert content.count(b"CAFE") == 1
+    (tmp_path / "titled.avi").write_bytes(content.replace(b"CAFE", b"CAF\xc9"))
+    assert probe(tmp_path / "titled.avi").height == 32
+    assert read_clip(tmp_path / "titled.avi", 5, 10, 32, 48).shape == (5, 32, 48, 3)
+
+
 def test_an_mp4_without_its_end_cannot_be_read(tmp_path):
     write_mp4(clock(20), tmp_path / "whole.mp4", 10)
     content = (tmp_path / "whole.mp4").read_bytes()

@@ -107,7 +107,7 @@ class ImageFolder(ImageSamples):
         self.root = Path(root)
         if not self.root.is_dir():
             raise UserError(f"image folder {self.root} does not exist")
-        names = list_images(self.root)
+        names = list_files(self.root, IMAGE_SUFFIXES)
         self.class_names: list[str] = []
         self.captions: dict[str, str] = {}
         if takes_text:
@@ -149,14 +149,14 @@ class ImageFolder(ImageSamples):
         return self._sample(index, self.root / name, None, generator, label, self.captions.get(name))
 
 
-def list_images(root: Path) -> list[str]:
-    """The images below `root` that no hidden folder holds, as paths within it, in order of their parts."""
+def list_files(root: Path, suffixes: Sequence[str]) -> list[str]:
+    """The files below `root` that no hidden folder holds, as paths within it, in order of their parts."""
     names = []
     for folder, folders, files in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         place = Path(folder).relative_to(root).as_posix()
         for name in files:
-            if os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES and not name.startswith("."):
+            if os.path.splitext(name)[1].lower() in suffixes and not name.startswith("."):
                 names.append(name if place == "." else f"{place}/{name}")
     return sorted(names, key=lambda name: name.split("/"))
 

@@ -42,7 +42,7 @@ def probe(path: str | Path) -> VideoInfo:
     Raises `UserError` when the file cannot be read as a video or has no frames.
     """
     try:
-        with av.open(str(path)) as container:
+        with _opened(path) as container:
             stream = _video_stream(container, path)
             first = next(container.decode(stream), None)
             if first is None:
@@ -56,9 +56,7 @@ def probe(path: str | Path) -> VideoInfo:
         raise _unreadable(path, error) from None
 
 
-def read_clip(
-    path: str | Path, num_frames: int, fps: float, height: int, width: int, start: float = 0.0
-) -> np.ndarray:
+def read_clip(path: str | Path, num_frames: int, fps: float, height: int, width: int, start: float = 0.0) -> np.ndarray:
     """`num_frames` frames at `fps` frames per second from `start` seconds on: uint8 (T, H, W, 3), RGB.
 
     Each is the video's frame that is nearest in time. It is scaled so that it covers height × width, and the middle is
@@ -72,7 +70,7 @@ def read_clip(
     done = 0
     shown: tuple[float, float, av.VideoFrame] | None = None  # time, duration and frame, not yet known to be nearest
     try:
-        with av.open(str(path)) as container:
+        with _opened(path) as container:
             stream = _video_stream(container, path)
 
             def take(frame: av.VideoFrame, until: float) -> None:
@@ -147,6 +145,11 @@ def write_mp4(frames: np.ndarray, path: str | Path, fps: float, quality: int = 1
         raise UserError(f"video {path} cannot be written: {getattr(error, 'strerror', None) or error}") from None
 
 
+def _opened(path: str | Path) -> av.container.InputContainer:
+    # Titles and the like, which nobody asks for, may be in any encoding.
+    return av.open(str(path), metadata_errors="replace")
+
+
 def _video_stream(container: av.container.InputContainer, path: str | Path) -> av.VideoStream:
     if not container.streams.video:
         raise UserError(f"{path} holds no video")
@@ -171,7 +174,7 @@ def _frames(
         container.seek(int((origin + start) / stream.time_base), stream=stream)
         frames = decoded()
         first = next(frames, None)
-        if first is not None and first[0] <= start:
+        if first is not None and first[2].time is not None and first[0] <= start:
             yield first
             yield from frames
             return
@@ -181,7 +184,7 @@ def _frames(
 
 def _measured_length(path: str | Path) -> tuple[float, float, int]:
     """Seconds, frames per second and frames of a container that does not say them."""
-    with av.open(str(path)) as container:
+    with _opened(path) as container:
         stream = container.streams.video[0]
         times = [packet.pts for packet in container.demux(stream) if packet.pts is not None]
         rate = float(stream.average_rate or 25)

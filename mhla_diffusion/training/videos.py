@@ -23,16 +23,17 @@ from .buckets import assign, open_buckets
 from .captions import read_captions
 from .config import DataOptions
 from .data import Sample, UnreadableSample, most_damaged, too_many_damaged
+from .images import IMAGE_SUFFIXES, list_files
 from .video_files import VIDEO_SUFFIXES, VideoInfo, probe, read_clip
 
 LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # of ITU-R BT.601
-LOOKED_AT = 1000  # entries of a folder before it is taken to hold no videos
+LOOKED_AT = 1000  # entries of a folder that tell what it holds
 
 
 def holds_videos(root: str | Path) -> bool:
-    """Whether there are videos among the first thousand entries of a folder and its sub-folders."""
-    entries = itertools.islice(Path(root).rglob("*"), LOOKED_AT)
-    return any(path.suffix.lower() in VIDEO_SUFFIXES for path in entries)
+    """Whether there are videos, and no images, among the first thousand entries of a folder and its sub-folders."""
+    kinds = {path.suffix.lower() for path in itertools.islice(Path(root).rglob("*"), LOOKED_AT)}
+    return not kinds.isdisjoint(VIDEO_SUFFIXES) and kinds.isdisjoint(IMAGE_SUFFIXES)
 
 
 class VideoFolder:
@@ -119,11 +120,7 @@ class VideoFolder:
 
     def _names(self, key: str) -> list[str]:
         """The videos in the folder, by their path within it."""
-        names = sorted(
-            path.relative_to(self.root).as_posix()
-            for path in self.root.rglob("*")
-            if path.suffix.lower() in VIDEO_SUFFIXES and not path.name.startswith(".")
-        )
+        names = sorted(list_files(self.root, VIDEO_SUFFIXES))
         if not names:
             raise UserError(f"{key} {self.root} holds no videos ({', '.join(VIDEO_SUFFIXES)})")
         return names
