@@ -129,6 +129,14 @@ def test_components_are_those_of_the_pipeline_without_its_transformer(tmp_path, 
     assert all(torch.equal(value, weights[key]) for key, value in parts["vae"].state_dict().items())
 
 
+def test_components_that_cannot_be_had_are_told_by_their_key(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for place in (str(tmp_path), "nobody/nothing-of-that-name"):
+        with pytest.raises(UserError, match=f"model.components '{place}' cannot be read") as caught:
+            load_components(ModelOptions(components=place))
+        assert "\n" not in str(caught.value)
+
+
 def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path, monkeypatch):
     folder = dit_pipeline(tmp_path / "pipe")
     (tmp_path / "weights_of_mine.py").write_text("raise SystemExit('imported')\nclass Thing: pass\n")

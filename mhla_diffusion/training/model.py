@@ -128,9 +128,15 @@ def load_components(
     checkpoint names it.
     """
     path = options.components or options.pretrained
-    if path is None or (path != options.components and Path(path).is_file()) or not _is_pipeline(path):
+    key = "model.components" if options.components else "model.pretrained"
+    if path is None or (path != options.components and Path(path).is_file()):
         return {}
-    index = DiffusionPipeline.load_config(path)
+    if not _is_pipeline(path) and not options.components:
+        return {}
+    try:
+        index = DiffusionPipeline.load_config(path)
+    except OSError as error:
+        raise _unreadable(path, error, key) from None
     parts = {name: entry for name, entry in index.items() if isinstance(entry, (list, tuple)) and name[0] != "_"}
     skipped = {name for name in parts if name in (*TRANSFORMERS, *without) or (only is not None and name not in only)}
     for name in parts.keys() - skipped:
@@ -145,7 +151,7 @@ def load_components(
     try:
         pipeline = pipeline_class.from_pretrained(path, dtype=torch.float32, **dict.fromkeys(skipped))
     except (OSError, ValueError, AttributeError, TypeError, RuntimeError, ImportError) as error:
-        raise _unreadable(path, error) from None
+        raise _unreadable(path, error, key) from None
     finally:
         if shows_progress:
             logging.enable_progress_bar()
@@ -261,5 +267,5 @@ def _is_pipeline(path: str) -> bool:
     return True
 
 
-def _unreadable(path: str, error: Exception) -> UserError:
-    return UserError(f"model.pretrained {path!r} cannot be read: {' '.join(str(error).split())}")
+def _unreadable(path: str, error: Exception, key: str = "model.pretrained") -> UserError:
+    return UserError(f"{key} {path!r} cannot be read: {' '.join(str(error).split())}")
