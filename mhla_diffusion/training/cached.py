@@ -106,12 +106,16 @@ class CachedLatents:
         """The place in `shapes` of the shape of sample `index`."""
         return 0 if self._shape_of is None else int(self._shape_of[index])
 
-    def check(self, family: Family, components: Mapping[str, Any]) -> None:
-        """Raise `UserError` unless the cache is of `family` and of the VAE and text encoder in `components`."""
+    def check_family(self, family: Family) -> None:
+        """Raise `UserError` unless the cache is of `family`."""
         if self.about["family"] != family.name:
             raise UserError(
                 f"cache {self.root} holds latents for {self.about['family']}, but model.family is {family.name}"
             )
+
+    def check(self, family: Family, components: Mapping[str, Any]) -> None:
+        """Raise `UserError` unless the cache is of `family` and of the VAE and text encoder in `components`."""
+        self.check_family(family)
         made_with = {"vae": self.about["vae"], **(self.about["text"] or {})}
         for name, before in made_with.items():
             part = components.get(name)

@@ -37,7 +37,9 @@ def open_source(
     Raises `UserError` where there is none, or one that does not give what the other arguments ask for.
     """
     if path and (Path(path) / INDEX).is_file():
-        return CachedLatents(path, options, flip=flip, class_names=class_names)
+        cache = CachedLatents(path, options, flip=flip, class_names=class_names)
+        cache.check_family(family)
+        return cache
     if not path:
         raise UserError(f"{key} is not set; {ACCEPTED}")
     if options.streaming and key == "data.train":  # held-out samples are few, and looked at again and again
