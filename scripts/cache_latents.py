@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", default="float32", help="of what is stored: float32 (default), float16, bfloat16"
     )
-    parser.add_argument("--shard-size", type=int, default=1024, metavar="N", help="samples per file (1024)")
+    parser.add_argument("--shard-size", type=int, metavar="N", help="samples per file (1024; of videos 64)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipe, as data.size=512")
     arguments = parser.parse_intermixed_args(argv)
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ from training_runs import losses, same_tensors, start_script, tiny_config
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training import TrainConfig, config_to_yaml, finetune
 from mhla_diffusion.training.checkpoints import checkpoints, read_state, sweep
+from mhla_diffusion.training.stage import join_processes
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["mhla_diffusion.training", "torchvision"])
@@ -157,3 +159,7 @@ def test_two_processes_give_the_losses_of_one_also_after_a_kill(tmp_path):
     last = "checkpoints/step-00000006/{}.safetensors"
     for name in ("model", "ema", "optimizer"):
         assert same_tensors(tmp_path / "killed" / last.format(name), tmp_path / "two" / last.format(name))
+
+
+def test_processes_wait_for_a_slow_one_as_long_as_it_takes():
+    assert join_processes().init_handler.timeout >= timedelta(days=1)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
+import time
 from types import SimpleNamespace
 
 import dit_models
@@ -22,12 +25,13 @@ from training_runs import losses, same_tensors, start_script
 from mhla_diffusion import MHLAConfig, MHLADiTTransformer2DModel
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
-from mhla_diffusion.training import cached, config_to_yaml, finetune, held_out_loss, loop, read_metrics
+from mhla_diffusion.training import cache, cached, config_to_yaml, finetune, held_out_loss, loop, read_metrics
 from mhla_diffusion.training.cache import cache_latents
 from mhla_diffusion.training.checkpoints import checkpoints
-from mhla_diffusion.training.config import DataOptions, TrainOptions
+from mhla_diffusion.training.config import DataOptions, ModelOptions, TrainOptions
 from mhla_diffusion.training.data import Batch
 from mhla_diffusion.training.encoding import Encoder, check_conditions, open_components
+from mhla_diffusion.training.known_parts import files_signature
 from mhla_diffusion.training.learning import choose_trainable
 from mhla_diffusion.training.sources import open_source
 
@@ -401,3 +405,35 @@ def test_parts_are_compared_with_a_cache_again_only_when_their_files_have_change
     config.write_text(config.read_text().replace("0.41407", "0.5"))
     with pytest.raises(UserError, match="another VAE"):
         open_components(*open_them)
+
+
+def test_files_that_look_like_the_ones_compared_before_are_compared_again(tmp_path):
+    def signature(folder):
+        return files_signature(ModelOptions(components=str(folder)), "sana", ("vae",))
+
+    for name in ("one", "other"):
+        (tmp_path / name / "vae").mkdir(parents=True)
+        (tmp_path / name / "vae" / "model.safetensors").write_text(f"{name:5}")
+        os.utime(tmp_path / name / "vae" / "model.safetensors", (0, 0))  # as in images of containers
+    before = signature(tmp_path / "one")
+    assert before == signature(tmp_path / "one") != signature(tmp_path / "other")
+    time.sleep(0.05)
+    shutil.copy2(tmp_path / "other" / "vae" / "model.safetensors", tmp_path / "one" / "vae" / "model.safetensors")
+    assert signature(tmp_path / "one") != before
+
+
+def test_parts_that_change_while_a_cache_is_made_are_not_taken_for_those_it_was_made_with(tmp_path, monkeypatch):
+    place = make_place(tmp_path / "place")
+    config = text_config(place, tmp_path / "run", {"data": {"train": str(tmp_path / "cache"), "validation": None}})
+    write = cache._write_shard
+
+    def replace_meanwhile(*arguments):
+        write(*arguments)
+        vae = sana_components.small_vae()
+        next(vae.parameters()).data += 1
+        vae.save_pretrained(place / "sana" / "vae")
+
+    monkeypatch.setattr(cache, "_write_shard", replace_meanwhile)
+    cache_latents(text_config(place, tmp_path / "unused"), tmp_path / "cache")
+    with pytest.raises(UserError, match="another VAE"):
+        finetune(config)

@@ -155,6 +155,8 @@ def test_videos_are_cached_with_their_captions(tmp_path):
     config = text_config(tmp_path, tmp_path / "run", {"data": data, "model": model})
     report = cache_latents(config, tmp_path / "cache", batch_size=2, shard_size=2)
     assert report.images == 3 and report.encoded == 3
+    cache_latents(config, tmp_path / "usual", batch_size=2)
+    assert json.loads((tmp_path / "usual" / "cache.json").read_text())["shard_size"] == 64
     wan = family_named("wan")
     read, cached = (
         open_source(str(path), "data.train", config.data, wan, flip=False) for path in (videos, tmp_path / "cache")

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import wan_models
 from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+from PIL import Image
 from test_training_videos import folder_of
 from test_training_wan import video_config
 from test_video_files import numbers
@@ -16,10 +18,10 @@ from training_runs import ROOT
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.randomness import sample_generator
-from mhla_diffusion.training import finetune
+from mhla_diffusion.training import finetune, validation
 from mhla_diffusion.training.clips import cut_clips
 from mhla_diffusion.training.components_wan import write_wan_components
-from mhla_diffusion.training.config import DataOptions, ModelOptions, load_config
+from mhla_diffusion.training.config import DataOptions, ModelOptions, ValidationOptions, load_config
 from mhla_diffusion.training.model import load_model
 from mhla_diffusion.training.moving_digits import write_moving_digits
 from mhla_diffusion.training.video_files import read_clip
@@ -184,3 +186,35 @@ def test_the_command_that_prepares_data_says_what_is_wrong(tmp_path, arguments, 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and reason in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_processes_write_each_video_of_a_grid_once(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(validation, "save_videos", lambda videos, names, folder, fps: written.extend(names))
+    family = SimpleNamespace(
+        text_components=(),
+        build_pipeline=lambda *_: Pipeline(),
+        pipeline_arguments=lambda rows, shape: {"count": len(rows["prompt_embeds"])},
+    )
+
+    class Pipeline:
+        def set_progress_bar_config(self, **_):
+            pass
+
+        def __call__(self, count, **_):
+            return SimpleNamespace(frames=[[Image.new("RGB", (8, 8))] * 5] * count)
+
+    for rank in range(4):
+        accelerator = SimpleNamespace(
+            num_processes=4, process_index=rank, device="cpu", gather=lambda x: torch.cat([x] * 4)
+        )
+        how = (ValidationOptions(images=5), {"prompt_embeds": torch.zeros(5, 1)}, (5, 8, 8), 0, accelerator, tmp_path)
+        validation.validation_grid(family, None, {}, *how)
+    assert sorted(written) == [0, 1, 2, 3, 4]
+
+
+def test_clips_of_videos_of_one_name_are_kept_apart(tmp_path):
+    root = folder_of(tmp_path / "v", a_b=24)
+    folder_of(root / "a", b=24)
+    counts = cut_clips(root, tmp_path / "clips", size=32, num_frames=9, fps=10, stride=4)
+    assert counts["train"] == len(list((tmp_path / "clips" / "train").glob("*.mp4")))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -52,6 +51,7 @@ from .known_parts import files_signature, remember
 from .model import load_components
 from .run_folder import lock_folder
 from .sources import open_source
+from .stage import join_processes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PROBE = 128  # pixels: a side that the factor of every VAE divides
@@ -91,7 +91,7 @@ def cache_latents(
     out: str | Path,
     batch_size: int = 32,
     dtype: str = "float32",
-    shard_size: int = 1024,
+    shard_size: int | None = None,
     say: Callable[[str], None] | None = None,
 ) -> CacheReport:
     """Encode `config.data.train` with the VAE and text encoder that `config.model` names into the folder `out`.
@@ -103,23 +103,27 @@ def cache_latents(
     Args:
         batch_size: samples per forward pass of the VAE.
         dtype: of the stored latents and embeddings; they are encoded in float32.
-        shard_size: samples per file.
+        shard_size: samples per file: what a process has in memory, and what it loses when it is cut. None: 1024, of
+            videos 64.
         say: told what is encoded; None for the console.
 
     Raises:
         UserError: when there is no VAE or text encoder, sizes do not suit it, `out` holds something else, too many
             images cannot be read, or the disk is full.
     """
+    if shard_size is None:
+        shard_size = 1024 if config.data.num_frames == 1 else 64
     for name, value in {"batch_size": batch_size, "shard_size": shard_size}.items():
         if value < 1:
             raise UserError(f"{name} is {value}; 1 or more is accepted")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}{nearest(dtype, DTYPES)}; {', '.join(DTYPES)} are accepted")
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+    accelerator = join_processes()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = config.train.tf32
     out, data = Path(out), config.data
     family = family_named(config.model.family)
     source = _open_pixels(data, family)
+    parts = files_signature(config.model, family.name, ("vae", *family.text_components))
     components = load_components(config.model, only=("vae", *family.text_components))
     _check_components(family, components, data)
     for part in components.values():
@@ -161,7 +165,6 @@ def cache_latents(
     accelerator.wait_for_everyone()
     seconds = time.perf_counter() - clock
     counts = on_main_process(accelerator, lambda: _close_cache(out, about, [len(indices) for indices in ranges]))
-    parts = files_signature(config.model, family.name, ("vae", *family.text_components))
     on_main_process(accelerator, lambda: remember(out, parts))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
     encoded = sum(len(ranges[shard]) for shard in missing)
@@ -346,7 +349,8 @@ def _open_cache(out: Path, about: dict[str, Any], shards: int, source: ImageSour
 
 
 def _write_shard(out: Path, number: int, content: _Content, encoder: _Encoder) -> None:
-    tensors = {name: torch.cat(parts).contiguous() for name, parts in content.parts.items()}
+    # One after the other, so that no more than one of them is there twice.
+    tensors = {name: torch.cat(content.parts.pop(name)).contiguous() for name in [*content.parts]}
     about: dict[str, Any] = {"damaged": content.damaged, "cut": encoder.cut(content.texts)}
     about |= {"lengths": encoder.full_lengths} if encoder.full_lengths else {}
     about |= {"texts": content.texts} if any(content.texts) else {}

@@ -52,11 +52,13 @@ def cut_clips(
             f"no video in {videos} has {2 * num_frames} frames at {fps:g} per second, for one clip to train on and one "
             "to hold out; longer videos are needed"
         )
+    stems = [Path(name).with_suffix("").as_posix().replace("/", "_") for name in source.files]
+    names = [f"{stem}_{i}" if stems.count(stem) > 1 else stem for i, stem in enumerate(stems)]
     captions: dict[str, list[str]] = {"train": [], "test": []}
     try:
         with whole_folder(out, synced=False) as folder:
             for split, i, start in starts:
-                name = f"{Path(source.files[i]).with_suffix('').as_posix().replace('/', '_')}-{start:06d}.mp4"
+                name = f"{names[i]}-{start:06d}.mp4"
                 (folder / split).mkdir(exist_ok=True)
                 clip = read_clip(source.root / source.files[i], num_frames, fps, size, size, start / fps)
                 write_mp4(clip, folder / split / name, fps)

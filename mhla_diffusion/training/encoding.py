@@ -135,11 +135,11 @@ def open_components(
     unused = set(family.text_components) if all(source.text_cached for source in given) else set()
     if not pictures and all(isinstance(source, CachedLatents) for source in given):
         unused.add("vae")
+    caches = [source.root for source in given if isinstance(source, CachedLatents)]
+    signature = files_signature(options, family.name, ("vae", *family.text_components)) if caches else None
     components = load_components(options, without=unused)
 
     def check() -> None:
-        caches = [source.root for source in given if isinstance(source, CachedLatents)]
-        signature = files_signature(options, family.name, ("vae", *family.text_components))
         if all(is_known(cache, signature) for cache in caches):
             return
         others = load_components(options, only=unused) if unused else {}

@@ -18,7 +18,11 @@ KNOWN = "known_parts.json"  # in the cache's folder: signatures
 
 
 def files_signature(options: ModelOptions, family: str, names: Collection[str]) -> str | None:
-    """Names, sizes and times of the files of the parts `names`; None where they are not on this machine."""
+    """Places, sizes and times of the files of the parts `names`; None where they are not on this machine.
+
+    To be asked before the parts are loaded: what changes after that is then noticed the next time. The time of a file's
+    last change of any kind is among these, because copying and unpacking set the other one to that of the original.
+    """
     path = options.components or options.pretrained
     if path is None:
         return None
@@ -31,7 +35,10 @@ def files_signature(options: ModelOptions, family: str, names: Collection[str]) 
     files = sorted(file for name in names for file in (folder / name).rglob("*") if file.is_file())
     if not files:
         return None
-    listing = [(file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    listing = [
+        (file.relative_to(folder).as_posix(), str(file.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
+        for file, stat in ((file, file.stat()) for file in files)
+    ]
     return hashlib.sha256(json.dumps([family, listing]).encode()).hexdigest()[:32]
 
 

@@ -31,7 +31,7 @@ from .metrics import MetricLog, mixing_statistics, peak_memory_gib
 from .model import check_fit, load_components, load_model
 from .run_folder import open_run
 from .sources import open_source
-from .stage import agreed, batch_plan, check_same_data, progress_bar, stop_signals
+from .stage import agreed, batch_plan, check_same_data, join_processes, progress_bar, stop_signals
 from .streams import UNKNOWN
 from .validation import Validation
 
@@ -64,10 +64,7 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
         UserError: one sentence on what cannot be done as asked, before work is lost.
     """
     options = config.train
-    accelerator = Accelerator(
-        cpu=not torch.accelerator.is_available(),  # else several processes without GPUs would not find each other
-        mixed_precision=options.mixed_precision,
-    )
+    accelerator = join_processes(options.mixed_precision)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = options.tf32
     say = accelerator.print
 

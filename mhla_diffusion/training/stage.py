@@ -7,16 +7,31 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from types import FrameType
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from ..errors import UserError
 from .config import TrainConfig, TrainOptions
 from .data import BatchPlan, ImageSource, sample_order
+
+
+def join_processes(mixed_precision: str = "no") -> Accelerator:
+    """This process's part in the run, on a GPU where there is one.
+
+    Processes wait for each other as long as it takes: the last shard of a cache or an export may take longer than the
+    ten minutes after which they would give up, and of one that has died the launcher knows.
+    """
+    return Accelerator(
+        cpu=not torch.accelerator.is_available(),  # else several processes without GPUs would not find each other
+        mixed_precision=mixed_precision,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(days=7))],
+    )
 
 
 def batch_plan(

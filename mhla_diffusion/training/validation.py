@@ -26,6 +26,7 @@ from .data import ImageSource, read_batches, sample_generator
 from .encoding import Encoder, open_components, sample_conditions
 from .model import load_components, load_saved
 from .sources import open_source
+from .stage import join_processes
 
 
 @contextlib.contextmanager
@@ -117,7 +118,8 @@ def validation_grid(
     arrays = [np.asarray(sample) for sample in samples]
     if arrays[0].ndim == 4:  # frames
         if videos is not None:
-            save_videos(arrays, mine, videos, fps)
+            own = max(0, min(share, total - accelerator.process_index * share))  # what is repeated another one writes
+            save_videos(arrays[:own], mine[:own], videos, fps)
         arrays = [key_frames(array) for array in arrays]
     pixels = torch.from_numpy(np.stack(arrays)).to(accelerator.device)
     return image_grid(list(accelerator.gather(pixels).cpu().numpy()[:total]))
@@ -217,7 +219,7 @@ def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]
         flip=False,
         class_names=source.class_names,
     )
-    accelerator = Accelerator(cpu=not torch.accelerator.is_available(), mixed_precision=config.train.mixed_precision)
+    accelerator = join_processes(config.train.mixed_precision)
     options = dataclasses.replace(config.model, pretrained=str(pipeline), components=None, overrides={})
     model = load_saved(options).to(accelerator.device)
     components = open_components(options, config.data, family, [held_out], accelerator, pictures=False)
