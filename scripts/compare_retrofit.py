@@ -11,6 +11,7 @@ the table and the plot hold all results so far: what is finished is not run agai
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def main() -> int:
         ("--mixing", "full", "full, separable or both"),
         ("--align-steps", "0", "steps of the alignment"),
         ("--locality", "null", "of the first mixing, 0 to 1; null: the family's"),
+        ("--normalize", "null", "false, true, both or null"),
+        ("--head-norm", "null", "false, true, both or null"),
+        ("--rope", "null", "after or before the feature map, both or null"),
         ("--seeds", "0,1,2", "each choice is run with each"),
     ):
         kind = counts if name == "--blocks" else listed
@@ -56,7 +60,7 @@ def main() -> int:
     try:
         from mhla_diffusion.plots import plot_ranges
         from mhla_diffusion.training import finetune, load_config
-        from mhla_diffusion.training.comparison import by_choice, compare_retrofits, grid, results_table
+        from mhla_diffusion.training.comparison import Retrofit, by_choice, compare_retrofits, grid, results_table
 
         teacher = args.teacher
         if teacher is None:
@@ -65,8 +69,7 @@ def main() -> int:
             finished = args.out / "teacher" / "pipeline"
             teacher = finished if finished.is_dir() else finetune(recipe, resume="latest").pipeline
         config = load_config(args.config, [*QUIET, f"model.pretrained={teacher}", *args.overrides])
-        fields = ("feature_map", "cpe", "gate", "blocks", "mixing", "align_steps", "locality")
-        choices = grid(**{name: getattr(args, name) for name in fields})
+        choices = grid(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Retrofit)})
         rows = compare_retrofits(choices, args.seeds, config, args.out)
         curves = {name: [row["curve"] for row in group] for name, group in by_choice(rows).items()}
         plot = plot_ranges(curves, {"teacher": rows[0]["teacher_loss"]}, args.out / "curves.png")

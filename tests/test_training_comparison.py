@@ -91,11 +91,20 @@ def test_the_table_shows_median_range_and_steps_best_first():
     assert lines[-1] == "The teacher's loss is 0.2000."
 
 
-def test_a_locality_is_part_of_the_choice_only_where_it_is_given(config, tmp_path):
-    given, default = grid(blocks=[(2, 2)], locality=[0.5, None])
-    assert given.name == "relu, 2×2 full, locality 0.5" and default.name == "relu, 2×2 full"
-    assert cell_config(config, given, 3, tmp_path / "a").model.mhla["locality"] == 0.5
-    assert "locality" not in cell_config(config, default, 3, tmp_path / "b").model.mhla
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("locality", 0.5, "locality 0.5"),
+        ("normalize", False, "not normalized"),
+        ("head_norm", True, "head norm"),
+        ("rope", "before", "rope before"),
+    ],
+)
+def test_what_families_decide_is_part_of_the_choice_only_where_it_is_given(config, tmp_path, field, value, words):
+    given, default = grid(**{"blocks": [(2, 2)], field: [value, None]})
+    assert given.name == f"relu, 2×2 full, {words}" and default.name == "relu, 2×2 full"
+    assert cell_config(config, given, 3, tmp_path / "a").model.mhla[field] == value
+    assert field not in cell_config(config, default, 3, tmp_path / "b").model.mhla
 
 
 def test_what_cannot_be_compared_is_said(config, tmp_path):

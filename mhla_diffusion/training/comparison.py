@@ -31,7 +31,11 @@ class Retrofit:
     blocks: tuple[int, ...] = (4, 4)
     mixing: str = "full"
     align_steps: int = 0
-    locality: float | None = None  # of the first mixing; None: the family's
+    # None: the family's
+    locality: float | None = None  # of the first mixing
+    normalize: bool | None = None
+    head_norm: bool | None = None
+    rope: str | None = None  # "after" or "before" the feature map
 
     @property
     def name(self) -> str:
@@ -39,6 +43,9 @@ class Retrofit:
         parts = [self.feature_map, *(["CPE"] if self.cpe else []), *(["gate"] if self.gate else [])]
         parts.append(f"{'×'.join(map(str, self.blocks))} {self.mixing}")
         parts += [] if self.locality is None else [f"locality {self.locality:g}"]
+        parts += [] if self.normalize is None else ["normalized" if self.normalize else "not normalized"]
+        parts += [] if self.head_norm is None else ["head norm" if self.head_norm else "no head norm"]
+        parts += [] if self.rope is None else [f"rope {self.rope}"]
         return ", ".join([*parts, f"aligned {self.align_steps}"] if self.align_steps else parts)
 
 
@@ -114,9 +121,8 @@ def compare_retrofits(
 
 def cell_config(config: TrainConfig, choice: Retrofit, seed: int, place: Path) -> TrainConfig:
     """The run of one choice with one seed; raises `UserError` for a choice that no MHLAConfig can have."""
-    fields = {name: value for name, value in dataclasses.asdict(choice).items() if name != "align_steps"}
-    if choice.locality is None:
-        del fields["locality"]
+    fields = {name: value for name, value in dataclasses.asdict(choice).items() if value is not None}
+    del fields["align_steps"]
     train = {"seed": seed, "align_steps": choice.align_steps, "steps": config.train.steps - choice.align_steps}
     cell = config_from_dict(
         config_to_dict(config),
