@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from .attention import mhla_attention, saturating_cast
+from .attention import Mixing, mhla_attention, saturating_cast
+from .causal import temporal_causal_mixing
 from .errors import UserError, nearest
 from .feature_maps import ELEMENTWISE, at_least_float32, build_feature_map, check_feature_map
 from .layout import BlockLayout, check_counts
@@ -46,19 +47,22 @@ class MHLAConfig:
     layers: str | float | tuple[int, ...] = "all"  # "all", "hybrid" (where the family defines it), a share, or indices
     spacing: str = "even"  # which layers a share means: spread evenly, the "first" ones or the "last" ones
     rope: str = "after"  # rotary embedding "after" the feature map (numerator only) or "before" it
+    temporal_causal: bool = False  # of videos: queries see blocks of their own and of earlier times only
 
     def __post_init__(self) -> None:
         if self.blocks is not None:
             object.__setattr__(self, "blocks", check_counts("blocks", self.blocks))
         check_mixing_kind(self.mixing)
         check_feature_map(self.feature_map)
-        for name in ("normalize", "learn_mixing", "cpe", "gate", "head_norm"):
+        for name in ("normalize", "learn_mixing", "cpe", "gate", "head_norm", "temporal_causal"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False.")
         if self.eps is not None and (not _is_number(self.eps) or not 0 < self.eps < float("inf")):
             raise UserError(f"eps={self.eps!r} must be a positive number or None.")
         if not _is_number(self.locality) or not 0 <= self.locality <= 1:
             raise UserError(f"locality={self.locality!r} must lie between 0 and 1.")
+        if self.temporal_causal and self.cpe:
+            raise UserError("temporal_causal=True cannot go with cpe=True, whose convolution reads the next frame.")
         if self.rope not in ("after", "before"):
             raise UserError(f"rope={self.rope!r} must be 'after' or 'before' (the feature map).")
         if self.spacing not in SPACINGS:
@@ -137,6 +141,8 @@ class MHLAProcessor(nn.Module):
     def for_layer(cls, attn: nn.Module, config: MHLAConfig) -> MHLAProcessor:
         """A processor with weights for the diffusers attention layer `attn`, on its device and in its dtype."""
         config = dataclasses.replace(config, eps=config.eps or DEFAULT_EPS)
+        if config.temporal_causal and len(config.blocks) != 3:
+            raise UserError(f"temporal_causal=True needs three axes, time first, but has blocks={config.blocks}.")
         processor = cls(config)
         inner_dim = attn.to_v.out_features
         head_dim = inner_dim // attn.heads
@@ -205,7 +211,7 @@ class MHLAProcessor(nn.Module):
             query,
             key,
             values,
-            self.mixing(),
+            self._mixing(),
             layout,
             self.config.normalize,
             self.config.eps,
@@ -223,6 +229,10 @@ class MHLAProcessor(nn.Module):
 
         out = attn.to_out[1](attn.to_out[0](saturating_cast(out, hidden_states.dtype)))
         return saturating_cast(out, hidden_states.dtype)
+
+    def _mixing(self) -> Mixing:
+        mixing = self.mixing()
+        return temporal_causal_mixing(mixing, self.config.blocks) if self.config.temporal_causal else mixing
 
     def _layout(self, num_tokens: int) -> BlockLayout:
         if self.grid is None:

@@ -35,6 +35,14 @@ def test_overrides_go_on_top_of_the_file_and_the_file_on_top_of_the_defaults(tmp
     assert config.model.overrides == {"a": 1, "b": 3}
 
 
+def test_mhla_is_merged_by_field_and_an_empty_one_drops_it(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: {mhla: {cpe: true}}\n")
+    merged = load_config(recipe, ["model.mhla={gate: true}"]).model.mhla
+    assert merged == {"cpe": True, "gate": True}
+    assert load_config(recipe, ["model.mhla={}"]).model.mhla == {}
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

@@ -137,10 +137,15 @@ def load_config(path: str | Path | None = None, overrides: Sequence[str] = ()) -
 
 
 def config_from_dict(*layers: dict[str, Any]) -> TrainConfig:
-    """The config that results from the defaults with each of `layers` (nested dicts) on top in turn."""
+    """The config that results from the defaults with each of `layers` (nested dicts) on top in turn.
+
+    `model.mhla` is merged field by field, too; an empty one drops what earlier layers say.
+    """
     merged = OmegaConf.structured(TrainConfig)
     for layer in layers:
         _check_keys(layer, TrainConfig)
+        if (layer.get("model") or {}).get("mhla") == {}:  # not "nothing more", as merging would have it
+            merged.model.mhla = {}
         try:
             merged = OmegaConf.merge(merged, layer)
         except OmegaConfBaseException as error:

@@ -174,7 +174,10 @@ def _check_library(path: str, name: str, library: str | None) -> None:
 def _mhla_config(options: ModelOptions, family: Family) -> MHLAConfig | None:
     if options.attention == "softmax":
         if options.mhla:
-            raise UserError("model.mhla is given but model.attention is 'softmax'; set model.attention=mhla")
+            raise UserError(
+                "model.mhla is given but model.attention is 'softmax'; set model.attention=mhla, or drop it with "
+                "model.mhla={}"
+            )
         return None
     fields = dict(options.mhla)
     if options.attention == "linear":
