@@ -280,6 +280,12 @@ def test_a_folder_with_another_config_is_refused_unless_asked_twice(tmp_path):
     assert finetune(other, resume="latest", allow_config_change=True).step == 7
 
 
+def test_a_start_that_was_refused_does_not_claim_the_folder(tmp_path):
+    with pytest.raises(UserError, match="blocks"):
+        finetune(tiny_config(tmp_path, model={"mhla": {"blocks": [2, 2, 2]}}))
+    assert finetune(tiny_config(tmp_path, train={"steps": 1})).step == 1
+
+
 def test_a_run_can_be_made_longer(tmp_path):
     finetune(tiny_config(tmp_path, train={"schedule": "constant"}))
     result = finetune(tiny_config(tmp_path, train={"schedule": "constant", "steps": 8}), resume="latest")

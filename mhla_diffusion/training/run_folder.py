@@ -85,6 +85,8 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: str | None, all
                 "run; choose a new output_dir"
             )
         return
+    if not _has_results(folder):  # an earlier start was refused, or ended before its first logged step
+        return
     saved = config_to_dict(config_from_dict(read_yaml(folder / "config.yaml")))
     changed = {
         key: values
@@ -103,6 +105,11 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: str | None, all
             f"output_dir {folder} already holds this run, up to step {step_of(kept[-1])}; "
             "continue it with --resume latest, or choose a new output_dir"
         )
+
+
+def _has_results(folder: Path) -> bool:
+    metrics = folder / "metrics.jsonl"
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any((folder / "checkpoints").iterdir())
 
 
 def _find_checkpoint(folder: Path, resume: str | None) -> Path | None:
