@@ -40,6 +40,13 @@ def test_folder_is_read_in_order_of_paths_with_sub_folders(tmp_path):
     assert images.notes() == []
 
 
+def test_a_photograph_is_scored_upright(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned clockwise by a quarter
+    Image.fromarray(np.ascontiguousarray(np.rot90(pixels(0)))).save(tmp_path / "0.png", exif=exif)
+    np.testing.assert_array_equal(read_all(ImageSet(tmp_path))[0], pixels(0))
+
+
 @pytest.mark.parametrize("compressed", [False, True])
 def test_array_file_equals_numpy(tmp_path, compressed):
     array = np.stack([pixels(i) for i in range(11)])

@@ -182,6 +182,22 @@ def test_an_image_whose_head_cannot_be_read_is_counted_where_most_are_and_replac
     assert batch.images.shape == (1, 3, 16, 16)
 
 
+@pytest.mark.parametrize("suffix", ["jpg", "png", "webp"])
+def test_an_image_that_a_camera_stored_sideways_takes_the_shape_it_has_upright(tmp_path, suffix):
+    pixels = np.zeros((48, 32), dtype=np.uint8)
+    pixels[:24] = 255  # the upper half is white
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be shown turned clockwise by a quarter
+    (tmp_path / "a").mkdir()
+    stored = Image.fromarray(pixels).rotate(90, expand=True)
+    stored.save(tmp_path / "a" / f"0.{suffix}", exif=exif, **({} if suffix == "png" else {"quality": 100}))
+    options = DataOptions(buckets=[[32, 48], [48, 32]])
+    source = open_source(str(tmp_path), "data.train", options, family_named("dit"), flip=False)
+    assert source.shapes == [(48, 32)]
+    image = source.read(0, torch.Generator()).image
+    assert (image[:, :23] > 0.9).all() and (image[:, 25:] < -0.9).all()
+
+
 def test_only_shapes_that_occur_are_there(tmp_path):
     make_shapes(tmp_path, classes=("only",))
     for path in [*(tmp_path / "only").iterdir()][:]:

@@ -19,7 +19,7 @@ from mhla_diffusion.training.data import (
     read_batches,
     sample_generator,
 )
-from mhla_diffusion.training.images import ImageFolder, centre_crop, load_image
+from mhla_diffusion.training.images import ImageFolder, centre_crop, image_size, load_image
 
 
 def plan_keys(rounds=1, num_processes=1, first_step=0, last_step=7, batch_size=12, num_images=17):
@@ -84,6 +84,33 @@ def test_about_half_of_the_images_are_mirrored_and_another_half_next_epoch(tmp_p
         mirrored.append(~same)
     assert 0.3 < mirrored[0].float().mean() < 0.7
     assert not torch.equal(*mirrored)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_an_image_is_read_upright_whatever_way_the_camera_was_held(tmp_path, orientation):
+    pixels = torch.arange(64, dtype=torch.uint8).reshape(8, 8).numpy() * 3
+    # How the sensor saw it, by the definition in the EXIF standard: where its first row and first column are.
+    stored = {
+        1: pixels,
+        2: pixels[:, ::-1],
+        3: pixels[::-1, ::-1],
+        4: pixels[::-1],
+        5: pixels.T,
+        6: np.rot90(pixels),
+        7: pixels[::-1, ::-1].T,
+        8: np.rot90(pixels, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    Image.fromarray(np.ascontiguousarray(stored)).save(tmp_path / "image.png", exif=exif)
+    image = load_image(tmp_path / "image.png", 8, 1)
+    np.testing.assert_allclose(image[0].numpy(), pixels / 127.5 - 1, atol=1e-6)
+
+
+def test_an_image_with_damaged_exif_data_is_read_as_it_is_stored(tmp_path):
+    Image.new("L", (16, 8), "white").save(tmp_path / "image.png", exif=b"Exif\0\0MM\0nonsense")
+    assert image_size(tmp_path / "image.png") == (8, 16)
+    assert (load_image(tmp_path / "image.png", 8, 1) == 1).all()
 
 
 def damage(folder, *names):

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor
 
 from ..errors import UserError
+from ..image_files import turn_upright
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm", ".pgm")
 LOSSY_FORMATS = ("JPEG", "MPO", "WEBP")
@@ -203,7 +204,7 @@ def _decode_file(path: Path) -> tuple[np.ndarray, list[str]] | str:
         with Image.open(path) as image:
             if image.format in LOSSY_FORMATS:
                 traits.append("lossy")
-            image.load()
+            turn_upright(image)
             if image.mode.startswith("I") or image.mode == "F":
                 # Pillow clips 16-bit values at 255 when it converts them.
                 array = np.asarray(image, dtype=np.float64) / 257

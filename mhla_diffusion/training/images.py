@@ -17,6 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from tqdm.auto import tqdm
 
 from ..errors import UserError
+from ..image_files import turn_upright, upright_size
 from .buckets import Size, assign
 from .captions import METADATA, read_captions, read_metadata
 from .data import Sample, UnreadableSample
@@ -164,7 +165,7 @@ def list_files(root: Path, suffixes: Sequence[str]) -> list[str]:
 def load_image(
     path: Path | str, size: int | Sequence[int], channels: int, content: bytes | None = None
 ) -> torch.Tensor:
-    """Read an image and cut it to `size`: (channels, height, width) float32 in [-1, 1].
+    """Read an image, upright as its EXIF data say, and cut it to `size`: (channels, height, width) float32 in [-1, 1].
 
     Args:
         size: (height, width), or the side of a square.
@@ -175,6 +176,7 @@ def load_image(
     """
     try:
         with Image.open(path if content is None else io.BytesIO(content)) as opened:
+            turn_upright(opened)
             image = _without_transparency(opened).convert("L" if channels == 1 else "RGB")
     except BROKEN as error:
         # Pillow would name the object that it reads from, which is another one each time.
@@ -185,10 +187,10 @@ def load_image(
 
 
 def image_size(file: Path | str | BinaryIO) -> Size | None:
-    """(height, width) from the head of an image file; None where it cannot be read."""
+    """(height, width) of the upright image, from the head of its file; None where it cannot be read."""
     try:
         with Image.open(file) as opened:
-            return opened.height, opened.width
+            return upright_size(opened)
     except BROKEN:
         return None
 
