@@ -1,4 +1,4 @@
-"""Text files that people write or hand over, read line by line: prompts, captions, lists, JSON lines."""
+"""Text files that people write or hand over, read line by line: prompts, captions, lists, JSON lines; and results."""
 
 from __future__ import annotations
 
@@ -44,3 +44,12 @@ def read_objects(path: str | Path, what: str) -> list[tuple[str, dict[str, Any]]
             raise UserError(f"{place} is not a JSON object: {line[:60]!r}")
         objects.append((place, entry))
     return objects
+
+
+def write_json(name: str, path: str | Path, content: Any) -> None:
+    """Write `content` as readable JSON; `name` is the option that names the file. Raises `UserError` if it cannot."""
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{name}={str(path)!r} cannot be written ({error.strerror or error})") from None

@@ -15,7 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from mhla_diffusion.errors import UserError
+from mhla_diffusion.command_line import exit_code
 
 SERIES = ("tokens", "blocks", "model")
 
@@ -73,16 +73,15 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def benchmark(args: argparse.Namespace) -> str:
+    from mhla_diffusion.benchmarks.commands import run_command
+
+    return run_command(args.command, {k: v for k, v in vars(args).items() if k != "command"})
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        from mhla_diffusion.benchmarks.commands import run_command
-
-        print(run_command(args.command, {k: v for k, v in vars(args).items() if k != "command"}))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: benchmark(args))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from mhla_diffusion.errors import UserError
+from mhla_diffusion.command_line import exit_code
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 QUIET = ["validation.images=0", "logging.progress=false", "logging.tensorboard=false", "checkpoint.every=0"]
@@ -32,7 +32,7 @@ def counts(text: str) -> list[tuple[int, ...]]:
     return [tuple(int(count) for count in part.split("x")) for part in text.split(",")]
 
 
-def main() -> int:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder of results")
     parser.add_argument("--teacher", metavar="PIPELINE", help="softmax pipeline (default: trained into OUT/teacher)")
@@ -56,28 +56,31 @@ def main() -> int:
         kind = counts if name == "--blocks" else listed
         parser.add_argument(name, type=kind, default=default, metavar="A,B", help=f"{help} (default: {default})")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options of the recipes, as train.steps=200")
-    args = parser.parse_intermixed_args()
-    try:
-        from mhla_diffusion.plots import plot_ranges
-        from mhla_diffusion.training import finetune, load_config
-        from mhla_diffusion.training.comparison import Retrofit, by_choice, compare_retrofits, grid, results_table
+    return parser.parse_intermixed_args(argv)
 
-        teacher = args.teacher
-        if teacher is None:
-            data = [item for item in args.overrides if item.startswith("data.")]
-            recipe = load_config(args.teacher_config, [f"output_dir={args.out / 'teacher'}", *data])
-            finished = args.out / "teacher" / "pipeline"
-            teacher = finished if finished.is_dir() else finetune(recipe, resume="latest").pipeline
-        config = load_config(args.config, [*QUIET, f"model.pretrained={teacher}", *args.overrides])
-        choices = grid(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Retrofit)})
-        rows = compare_retrofits(choices, args.seeds, config, args.out)
-        curves = {name: [row["curve"] for row in group] for name, group in by_choice(rows).items()}
-        plot = plot_ranges(curves, {"teacher": rows[0]["teacher_loss"]}, args.out / "curves.png")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"\n{results_table(rows)}\n\ncurves: {plot}")
-    return 0
+
+def compare(args: argparse.Namespace) -> str:
+    from mhla_diffusion.plots import plot_ranges
+    from mhla_diffusion.training import finetune, load_config
+    from mhla_diffusion.training.comparison import Retrofit, by_choice, compare_retrofits, grid, results_table
+
+    teacher = args.teacher
+    if teacher is None:
+        data = [item for item in args.overrides if item.startswith("data.")]
+        recipe = load_config(args.teacher_config, [f"output_dir={args.out / 'teacher'}", *data])
+        finished = args.out / "teacher" / "pipeline"
+        teacher = finished if finished.is_dir() else finetune(recipe, resume="latest").pipeline
+    config = load_config(args.config, [*QUIET, f"model.pretrained={teacher}", *args.overrides])
+    choices = grid(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Retrofit)})
+    rows = compare_retrofits(choices, args.seeds, config, args.out)
+    curves = {name: [row["curve"] for row in group] for name, group in by_choice(rows).items()}
+    plot = plot_ranges(curves, {"teacher": rows[0]["teacher_loss"]}, args.out / "curves.png")
+    return f"\n{results_table(rows)}\n\ncurves: {plot}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(lambda: compare(args))
 
 
 if __name__ == "__main__":

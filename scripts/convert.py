@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mhla_diffusion.errors import UserError
+from mhla_diffusion.command_line import exit_code
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -33,22 +33,19 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def convert(args: argparse.Namespace) -> str:
+    from mhla_diffusion.convert import from_public, is_diffusers_folder, to_public
+
+    if is_diffusers_folder(args.input):
+        return str(to_public(args.family, args.input, args.output, args.resize_blocks))
+    return str(
+        from_public(args.family, args.input, args.output, args.components, args.blocks, args.resize_blocks, args.heads)
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        from mhla_diffusion.convert import from_public, is_diffusers_folder, to_public
-
-        if is_diffusers_folder(args.input):
-            report = to_public(args.family, args.input, args.output, args.resize_blocks)
-        else:
-            report = from_public(
-                args.family, args.input, args.output, args.components, args.blocks, args.resize_blocks, args.heads
-            )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(report)
-    return 0
+    return exit_code(lambda: convert(args))
 
 
 if __name__ == "__main__":

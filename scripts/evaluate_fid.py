@@ -10,11 +10,11 @@ Inception's weights are downloaded once by torch-fidelity; without a network, na
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
-from mhla_diffusion.errors import UserError, check_writable
+from mhla_diffusion.command_line import exit_code
+from mhla_diffusion.errors import check_writable
+from mhla_diffusion.text_files import write_json
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,36 +34,30 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse_args(argv)
-    try:
-        from mhla_diffusion.evaluation import evaluate_images, format_table
+def evaluate(args: argparse.Namespace) -> None:
+    from mhla_diffusion.evaluation import evaluate_images, format_table
 
-        if args.json:
-            check_writable("--json", args.json)
-        result = evaluate_images(
-            args.generated,
-            args.reference,
-            args.features,
-            args.metrics.split(",") if args.metrics else None,
-            inception_weights=args.inception_weights,
-            save_statistics=args.save_statistics,
-            batch_size=args.batch_size,
-            workers=args.workers,
-            device=args.device,
-        )
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.json:
+        check_writable("--json", args.json)
+    result = evaluate_images(
+        args.generated,
+        args.reference,
+        args.features,
+        args.metrics.split(",") if args.metrics else None,
+        inception_weights=args.inception_weights,
+        save_statistics=args.save_statistics,
+        batch_size=args.batch_size,
+        workers=args.workers,
+        device=args.device,
+    )
     print(format_table(result))
     if args.json:
-        try:
-            Path(args.json).parent.mkdir(parents=True, exist_ok=True)
-            Path(args.json).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        except OSError as error:
-            print(f"error: the scores cannot be written to {args.json!r} ({error.strerror})", file=sys.stderr)
-            return 2
-    return 0
+        write_json("--json", args.json, result)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(lambda: evaluate(args))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,15 @@ given. CLIP's and Inception's weights are downloaded once; without a network, na
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from pathlib import Path
 
-from mhla_diffusion.errors import UserError, check_writable
+from mhla_diffusion.command_line import exit_code
+from mhla_diffusion.errors import check_writable
+from mhla_diffusion.text_files import write_json
+
+
+def listed(text: str) -> list[str]:
+    return text.split(",")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -37,7 +41,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--features", default="inception", help="of FID: inception (default), digits, …")
     parser.add_argument("--inception-weights", metavar="FILE", help="Inception's weights (default: downloaded)")
-    parser.add_argument("--metrics", metavar="A,B", default="fid", help="against the reference (default: fid)")
+    parser.add_argument(
+        "--metrics", type=listed, metavar="A,B", default=["fid"], help="against the reference (default: fid)"
+    )
     parser.add_argument("--out", metavar="DIR", help="of --geneval-prompts: the folder for GenEval's evaluator")
     parser.add_argument("--samples", type=int, default=4, help="of --geneval-prompts: images per prompt (default: 4)")
     parser.add_argument("--json", metavar="FILE", help="also write the result here")
@@ -53,52 +59,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def score(args: argparse.Namespace) -> dict:
-    from mhla_diffusion.evaluation import clip, format_table
-    from mhla_diffusion.evaluation.text_image import evaluate_text_image
+def evaluate(args: argparse.Namespace) -> str | None:
+    from mhla_diffusion.evaluation import clip, geneval
+    from mhla_diffusion.evaluation.text_image import evaluate_text_image, format_scores
 
-    result = evaluate_text_image(
-        args.generated,
-        args.reference,
-        args.captions,
-        None if args.no_clip else args.clip or clip.DEFAULT_MODEL,
-        dtype=args.dtype,
-        features=args.features,
-        metrics=args.metrics.split(","),
-        inception_weights=args.inception_weights,
-        batch_size=args.batch_size,
-        workers=args.workers,
-        device=args.device,
-    )
-    if "clip" in result:
-        print(clip.format_clip_score(result["clip"]))
-    if "reference" in result:
-        print(format_table(result["reference"]))
-    return result
+    if args.json:
+        check_writable("--json", args.json)
+    if args.geneval_prompts:
+        path = geneval.lay_out(args.geneval_prompts, args.out, args.samples)
+        return f"wrote {path}; generate with: scripts/generate.py --pipeline … --prompts {path} --out {args.out}"
+    if args.geneval_results:
+        result = geneval.summarize_results(args.geneval_results)
+        print(geneval.format_results(result))
+    else:
+        names = ("dtype", "features", "metrics", "inception_weights", "batch_size", "workers", "device")
+        model = None if args.no_clip else args.clip or clip.DEFAULT_MODEL
+        options = {name: getattr(args, name) for name in names}
+        result = evaluate_text_image(args.generated, args.reference, args.captions, model, **options)
+        print(format_scores(result))
+    if args.json:
+        write_json("--json", args.json, result)
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        from mhla_diffusion.evaluation import geneval
-
-        if args.json:
-            check_writable("--json", args.json)
-        if args.geneval_prompts:
-            path = geneval.lay_out(args.geneval_prompts, args.out, args.samples)
-            print(f"wrote {path}; generate with: scripts/generate.py --pipeline … --prompts {path} --out {args.out}")
-            return 0
-        if args.geneval_results:
-            result = geneval.summarize_results(args.geneval_results)
-            print(geneval.format_results(result))
-        else:
-            result = score(args)
-        if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: evaluate(args))
 
 
 if __name__ == "__main__":

@@ -14,14 +14,15 @@ dimensions need the package `vbench`, whose requirements differ from ours, so gi
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
-from pathlib import Path
 
-from mhla_diffusion.errors import UserError, check_writable
+from mhla_diffusion.command_line import add_generation_options, exit_code, generation_numbers
+from mhla_diffusion.errors import check_writable
+from mhla_diffusion.text_files import write_json
 
-NUMBERS = ("guidance_scale", "height", "width", "num_frames", "fps", "batch_size")
+
+def listed(text: str) -> list[str]:
+    return text.split(",")
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,62 +35,42 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         command.add_argument(
             "--prompts", metavar="FILE|DIR", help="VBench_full_info.json (default: the package's) or a folder of .txt"
         )
-        command.add_argument("--dimensions", metavar="A,B", help="only these, e.g. scene,color (default: all)")
+        command.add_argument(
+            "--dimensions", type=listed, metavar="A,B", help="only these, e.g. scene,color (default: all)"
+        )
         command.add_argument("--out", required=True, metavar="DIR", help="generate: OUT/videos/*.mp4; run: results")
-        command.add_argument("--device", help="cuda, cpu, … (default: the GPU if there is one)")
         command.add_argument("--vbench-python", metavar="FILE", help="Python of the environment that has vbench")
     generate.add_argument("--pipeline", required=True, metavar="DIR_OR_ID", help="a saved pipeline, or a hub id")
     generate.add_argument("--augmented", metavar="FILE", help="longer versions of all prompts, one a line")
-    generate.add_argument("--steps", type=int, help="denoising steps (default: the pipeline's; Wan 50)")
-    generate.add_argument("--guidance-scale", type=float, help="1: no guidance (default: the pipeline's; Wan 5)")
-    generate.add_argument("--height", type=int, help="in pixels (default: the pipeline's)")
-    generate.add_argument("--width", type=int, help="in pixels (default: the pipeline's)")
-    generate.add_argument("--num-frames", type=int, help="Wan: 4k + 1 (default: the pipeline's; Wan 81)")
-    generate.add_argument("--fps", type=float, help="frames per second of the files (default: 16, as Wan2.1)")
-    generate.add_argument("--seed", type=int, default=0, help="every video depends on it (default: 0)")
-    generate.add_argument("--batch-size", type=int, default=1, help="videos per forward pass (default: 1)")
-    dtypes = ("float32", "bfloat16", "float16")
-    generate.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights (default: float32)")
-    generate.add_argument("--vae-dtype", choices=dtypes, help="of the VAE (default: float32)")
+    add_generation_options(generate)
     run.add_argument("--videos", required=True, metavar="DIR", help="the folder of {prompt}-{k}.mp4")
     run.add_argument("--filtered-videos", metavar="DIR", help="what `vbench static_filter` kept, for the flickering")
+    run.add_argument("--device", help="cuda, cpu, … (default: the GPU if there is one)")
     run.add_argument("--local-weights", action="store_true", help="VBench's weights are in its cache; no downloads")
     summarize.add_argument("results", nargs="+", metavar="FILE|DIR", help="*_eval_results.json, {dimension: score}")
     summarize.add_argument("--json", metavar="FILE", help="also write the result here")
     return parser.parse_args(argv)
 
 
-def generate(args: argparse.Namespace, dimensions: list[str] | None) -> None:
-    from mhla_diffusion.evaluation import vbench, vbench_prompts
-    from mhla_diffusion.pipelines.generate import check_options, generate_images, load_pipeline
+def generate(args: argparse.Namespace) -> str:
+    from mhla_diffusion.evaluation.vbench_generation import generate_videos
 
-    numbers = {name: getattr(args, name) for name in NUMBERS} | {"num_inference_steps": args.steps}
-    check_options(args.out, **numbers)
-    suite = vbench.required_suite(args.prompts, args.vbench_python)
-    prompts = vbench_prompts.read_suite(suite, dimensions, args.augmented)
-    vbench_prompts.check_file_system(prompts, args.out)
-    pipeline = load_pipeline(args.pipeline, args.dtype, args.device, args.vae_dtype)
-    report = generate_images(pipeline, vbench_prompts.conditions(prompts), args.out, seed=args.seed, **numbers)
-    if os.environ.get("RANK", "0") == "0":
-        print(report)
-        for text, stem in vbench_prompts.awkward_names(prompts).items():
-            print(f"note: {text!r} cannot be a file name; its videos are {stem}-0.mp4 and so on")
+    names = ("out", "prompts", "dimensions", "augmented", "dtype", "device", "vae_dtype", "seed")
+    options = {name: getattr(args, name) for name in names} | generation_numbers(args)
+    return generate_videos(args.pipeline, python=args.vbench_python, **options)
 
 
-def run(args: argparse.Namespace, dimensions: list[str] | None) -> None:
-    from mhla_diffusion.evaluation import vbench, vbench_dimensions, vbench_prompts
+def run(args: argparse.Namespace) -> str:
+    from mhla_diffusion.evaluation import vbench, vbench_dimensions
 
-    names = [vbench_dimensions.dimension_named(name).name for name in dimensions or vbench_dimensions.DIMENSIONS]
-    suite = vbench.find_suite(args.prompts, args.vbench_python)
-    if suite is None and names == list(vbench.COMPUTED_HERE):
-        paths = vbench.evaluate_folder(args.filtered_videos or args.videos, args.out)
-    else:
-        prompts = vbench_prompts.read_suite(vbench.required_suite(suite, args.vbench_python), names)
-        options = {"python": args.vbench_python, "local": args.local_weights, "device": args.device}
-        paths = vbench.evaluate_videos(args.videos, prompts, args.out, names, filtered=args.filtered_videos, **options)
-    print(vbench_dimensions.format_totals(vbench.summarize_results(*paths.values())))
-    if "temporal_flickering" in names and not args.filtered_videos:
-        print(f"note: {vbench.STATIC_FILTER_NOTE}")
+    options = {"python": args.vbench_python, "local": args.local_weights, "device": args.device}
+    paths = vbench.evaluate_with_suite(
+        args.videos, args.prompts, args.out, args.dimensions, filtered=args.filtered_videos, **options
+    )
+    told = vbench_dimensions.format_totals(vbench.summarize_results(*paths.values()))
+    if "temporal_flickering" in paths and not args.filtered_videos:
+        told += f"\nnote: {vbench.STATIC_FILTER_NOTE}"
+    return told
 
 
 def summarize(args: argparse.Namespace) -> None:
@@ -100,22 +81,12 @@ def summarize(args: argparse.Namespace) -> None:
     result = vbench.summarize_results(*args.results)
     print(vbench_dimensions.format_totals(result))
     if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json("--json", args.json, result)
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    try:
-        if args.command == "summarize":
-            summarize(args)
-        else:
-            dimensions = args.dimensions.split(",") if args.dimensions else None
-            {"generate": generate, "run": run}[args.command](args, dimensions)
-    except UserError as error:
-        if os.environ.get("RANK", "0") == "0" or getattr(error, "of_one_process", False):
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: {"generate": generate, "run": run, "summarize": summarize}[args.command](args))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ Every option below can be set in the YAML file and, on top of it, as key=value o
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
-from mhla_diffusion.errors import UserError
+from mhla_diffusion.command_line import exit_code
 from mhla_diffusion.training.config import config_help, config_to_yaml, load_config
 
 
-def main() -> int:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__,
         epilog="options, with their defaults:\n" + config_help(),
@@ -28,24 +27,24 @@ def main() -> int:
     parser.add_argument("--allow-config-change", action="store_true", help="go on although the config has changed")
     parser.add_argument("--print-config", action="store_true", help="print the full config that results, and end")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="options, as train.lr=1e-4")
-    arguments = parser.parse_intermixed_args()
+    return parser.parse_intermixed_args(argv)
 
-    is_main = os.environ.get("RANK", "0") == "0"
-    try:
-        config = load_config(arguments.config, arguments.overrides)
-        if arguments.print_config:
-            print(config_to_yaml(config), end="")
-            return 0
-        from mhla_diffusion.training import finetune
 
-        result = finetune(config, arguments.resume, arguments.allow_config_change)
-    except UserError as error:
-        if is_main or getattr(error, "of_one_process", False):
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    if is_main and result.stopped_by:
-        print(f"stopped by {result.stopped_by} and saved at step {result.step}; --resume latest goes on")
-    return 0
+def train(args: argparse.Namespace) -> str | None:
+    config = load_config(args.config, args.overrides)
+    if args.print_config:
+        return config_to_yaml(config).rstrip("\n")
+    from mhla_diffusion.training import finetune
+
+    result = finetune(config, args.resume, args.allow_config_change)
+    if not result.stopped_by:
+        return None
+    return f"stopped by {result.stopped_by} and saved at step {result.step}; --resume latest goes on"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(lambda: train(args))
 
 
 if __name__ == "__main__":

@@ -13,10 +13,9 @@ refused. Several processes on one folder, launched together or started by hand a
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
-from mhla_diffusion.errors import UserError
+from mhla_diffusion.command_line import add_generation_options, exit_code, generation_numbers
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -32,47 +31,28 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "its file",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="where the PNG or MP4 files go")
-    parser.add_argument("--steps", type=int, help="denoising steps (default: the pipeline's; DiT 50, SANA 20, Wan 50)")
-    parser.add_argument(
-        "--guidance-scale", type=float, help="1: no guidance (default: the pipeline's; DiT 4, SANA 4.5, Wan 5)"
-    )
-    parser.add_argument("--height", type=int, help="in pixels (default: the pipeline's)")
-    parser.add_argument("--width", type=int, help="in pixels (default: the pipeline's)")
-    parser.add_argument("--num-frames", type=int, help="of a video; Wan: 4k + 1 (default: the pipeline's; Wan 81)")
-    parser.add_argument("--fps", type=float, help="frames per second of a video file (default: 16, as Wan2.1)")
-    parser.add_argument("--seed", type=int, default=0, help="everything depends on it (default: 0)")
-    parser.add_argument("--batch-size", type=int, help="items per forward pass (default: at most 16 images, 1 video)")
-    dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help="of the weights (default: float32)")
-    parser.add_argument("--vae-dtype", choices=dtypes, help="of the VAE (default: float32 for videos, else --dtype)")
-    parser.add_argument("--device", help="cuda, cpu, … (default: the GPU of this process if there is one)")
+    add_generation_options(parser)
     parser.add_argument("--npz", action="store_true", help="also write samples.npz, as the ADM suite reads it")
     return parser.parse_args(argv)
 
 
+def generate(args: argparse.Namespace) -> str:
+    from mhla_diffusion.pipelines.generate import check_options, generate_images, load_pipeline
+    from mhla_diffusion.pipelines.prompts import class_conditions, read_lines, read_prompts
+
+    numbers = generation_numbers(args)
+    check_options(args.out, num_images=args.num_images, **numbers)
+    if args.labels:
+        read_lines(args.labels, "label file")
+    conditions = read_prompts(args.prompts) if args.prompts else None
+    pipeline = load_pipeline(args.pipeline, args.dtype, args.device, args.vae_dtype)
+    conditions = conditions or class_conditions(pipeline, args.num_images, args.labels)
+    return str(generate_images(pipeline, conditions, args.out, seed=args.seed, npz=args.npz, **numbers))
+
+
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    is_main = os.environ.get("RANK", "0") == "0"
-    names = ("guidance_scale", "height", "width", "num_frames", "fps", "batch_size")
-    numbers = {name: getattr(args, name) for name in names} | {"num_inference_steps": args.steps}
-    try:
-        from mhla_diffusion.pipelines.generate import check_options, generate_images, load_pipeline
-        from mhla_diffusion.pipelines.prompts import class_conditions, read_lines, read_prompts
-
-        check_options(args.out, num_images=args.num_images, **numbers)
-        if args.labels:
-            read_lines(args.labels, "label file")
-        conditions = read_prompts(args.prompts) if args.prompts else None
-        pipeline = load_pipeline(args.pipeline, args.dtype, args.device, args.vae_dtype)
-        conditions = conditions or class_conditions(pipeline, args.num_images, args.labels)
-        report = generate_images(pipeline, conditions, args.out, seed=args.seed, npz=args.npz, **numbers)
-    except UserError as error:
-        if is_main or getattr(error, "of_one_process", False):
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    if is_main:
-        print(report)
-    return 0
+    return exit_code(lambda: generate(args))
 
 
 if __name__ == "__main__":

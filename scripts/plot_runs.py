@@ -13,7 +13,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mhla_diffusion.errors import UserError, check_writable
+from mhla_diffusion.command_line import exit_code
+from mhla_diffusion.errors import check_writable
 
 
 def named(text: str) -> tuple[str, str]:
@@ -23,7 +24,7 @@ def named(text: str) -> tuple[str, str]:
     return name, path
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", action="append", type=named, metavar="NAME=DIR", help="a run's folder; once per curve")
@@ -37,21 +38,25 @@ def main(argv: list[str] | None = None) -> int:
     names = [name for name, _ in args.run or args.samples]
     if repeated := [name for name in names if names.count(name) > 1]:
         parser.error(f"the name {repeated[0]!r} is given twice; names must differ")
-    try:
-        from mhla_diffusion.plots import plot_losses, plot_samples, read_samples, run_curves
+    return args
 
-        check_writable("--out", args.out)
-        if args.run:
-            metrics, starts = run_curves(dict(args.run))
-            plot_losses(metrics, args.out, starts, log=not args.linear)
-        else:
-            rows, columns = read_samples(dict(args.samples), args.count)
-            plot_samples(rows, columns, args.out)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(args.out)
-    return 0
+
+def plot(args: argparse.Namespace) -> str:
+    from mhla_diffusion.plots import plot_losses, plot_samples, read_samples, run_curves
+
+    check_writable("--out", args.out)
+    if args.run:
+        metrics, starts = run_curves(dict(args.run))
+        plot_losses(metrics, args.out, starts, log=not args.linear)
+    else:
+        rows, columns = read_samples(dict(args.samples), args.count)
+        plot_samples(rows, columns, args.out)
+    return args.out
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(lambda: plot(args))
 
 
 if __name__ == "__main__":

@@ -16,10 +16,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from mhla_diffusion.errors import UserError
+from mhla_diffusion.command_line import exit_code
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=("sana", "wan"))
     parser.add_argument("out", metavar="OUT", help="folder to write; it must be new or empty")
@@ -28,26 +28,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="of the VAE's training (default: sana 1500, wan 300)")
     parser.add_argument("--batch-size", type=int, metavar="N", help="crops or clips per step (default: sana 16, wan 2)")
     parser.add_argument("--seed", type=int, default=0, help="all random numbers follow from it (default: 0)")
-    args = parser.parse_intermixed_args(argv)
-    try:
-        from torchvision.transforms.functional import to_pil_image
+    return parser.parse_intermixed_args(argv)
 
-        from mhla_diffusion.plots import plot_samples
-        from mhla_diffusion.training.components import write_sana_components
-        from mhla_diffusion.training.components_wan import write_wan_components
 
-        write = {"sana": write_sana_components, "wan": write_wan_components}[args.family]
-        given = {"steps": args.steps, "batch_size": args.batch_size}
-        given = {name: value for name, value in given.items() if value is not None}
-        report = write(args.out, args.data, args.size, seed=args.seed, **given)
-        images, seen = ([to_pil_image((image + 1) / 2) for image in row] for row in report.pictures)
-        picture = Path(args.out) / "reconstructions.png"
-        plot_samples({"images": images, "reconstructed": seen}, [""] * len(images), picture)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{report}\nreconstructions: {picture}")
-    return 0
+def prepare(args: argparse.Namespace) -> str:
+    from torchvision.transforms.functional import to_pil_image
+
+    from mhla_diffusion.plots import plot_samples
+    from mhla_diffusion.training.components import write_sana_components
+    from mhla_diffusion.training.components_wan import write_wan_components
+
+    write = {"sana": write_sana_components, "wan": write_wan_components}[args.family]
+    given = {"steps": args.steps, "batch_size": args.batch_size}
+    given = {name: value for name, value in given.items() if value is not None}
+    report = write(args.out, args.data, args.size, seed=args.seed, **given)
+    images, seen = ([to_pil_image((image + 1) / 2) for image in row] for row in report.pictures)
+    picture = Path(args.out) / "reconstructions.png"
+    plot_samples({"images": images, "reconstructed": seen}, [""] * len(images), picture)
+    return f"{report}\nreconstructions: {picture}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(lambda: prepare(args))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from mhla_diffusion.command_line import exit_code
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.training.clips import cut_clips
 from mhla_diffusion.training.datasets import write_digits, write_emoji
@@ -26,23 +27,26 @@ from mhla_diffusion.training.moving_digits import write_moving_digits
 WRITERS = {"digits": write_digits, "emoji": write_emoji, "moving-digits": write_moving_digits, "clips": cut_clips}
 
 
-def main() -> int:
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dataset", choices=WRITERS)
     parser.add_argument("out", metavar="OUT", help="folder to write; it must be new or empty")
     parser.add_argument("--size", type=int, help="side in pixels: digits 8 or 16 (default), all others 64")
     parser.add_argument("--videos", metavar="DIR", help="clips: a folder of videos with captions in metadata.jsonl")
-    arguments = parser.parse_intermixed_args()
-    try:
-        if (arguments.dataset == "clips") != (arguments.videos is not None):
-            raise UserError("--videos names the videos that clips are cut from, and goes with no other data set")
-        places = [arguments.out] if arguments.videos is None else [arguments.videos, arguments.out]
-        counts = WRITERS[arguments.dataset](*places, **({} if arguments.size is None else {"size": arguments.size}))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"{counts['train']:,} training and {counts['test']:,} held-out samples in {arguments.out}")
-    return 0
+    return parser.parse_intermixed_args(argv)
+
+
+def prepare(args: argparse.Namespace) -> str:
+    if (args.dataset == "clips") != (args.videos is not None):
+        raise UserError("--videos names the videos that clips are cut from, and goes with no other data set")
+    places = [args.out] if args.videos is None else [args.videos, args.out]
+    counts = WRITERS[args.dataset](*places, **({} if args.size is None else {"size": args.size}))
+    return f"{counts['train']:,} training and {counts['test']:,} held-out samples in {args.out}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
+    return exit_code(lambda: prepare(args))
 
 
 if __name__ == "__main__":

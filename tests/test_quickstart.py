@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -52,6 +53,37 @@ def test_a_script_explains_its_options(script):
     result = run_script(script, "--help")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("usage: ") and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "at_work", "arguments"),
+    [
+        ("benchmark", "benchmarks.commands.run_command", ["operator"]),
+        ("cache_latents", "training.cache.cache_latents", ["--out", "out"]),
+        ("compare_retrofit", "training.finetune", ["--out", "out"]),
+        ("convert", "convert.is_diffusers_folder", ["dit", "in", "out"]),
+        ("evaluate_fid", "evaluation.evaluate_images", ["--generated", "a", "--reference", "b"]),
+        ("evaluate_text_image", "evaluation.geneval.summarize_results", ["--geneval-results", "a"]),
+        ("evaluate_vbench", "evaluation.vbench.summarize_results", ["summarize", "a"]),
+        ("finetune", "training.finetune", []),
+        ("generate", "pipelines.generate.load_pipeline", ["--pipeline", "a", "--num-images", "1", "--out", "out"]),
+        ("plot_runs", "plots.run_curves", ["--run", "a=b", "--out", "a.png"]),
+        ("prepare_components", "training.components.write_sana_components", ["sana", "out", "--data", "a"]),
+        ("prepare_data", "training.datasets.write_digits", ["digits", "out"]),
+        ("quickstart", "training.datasets.write_digits", ["--out", "out"]),
+    ],
+)
+def test_ctrl_c_ends_a_script_with_one_line(tmp_path, monkeypatch, capsys, script, at_work, arguments):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"mhla_diffusion.{at_work}", stopped)
+    monkeypatch.chdir(tmp_path)
+    place = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
+    module = importlib.util.module_from_spec(place)
+    place.loader.exec_module(module)
+    assert module.main(arguments) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
 
 
 def test_loss_curves_and_samples_become_pictures(tmp_path):

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import traceback
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -17,6 +19,8 @@ from .measure import OUT_OF_MEMORY, Call, MemoryMeter, interleaved, is_out_of_me
 
 def work(job: Mapping[str, Any], events: Connection) -> None:
     """Do a job and send its events; a refusal or a failure is the last one."""
+    if multiprocessing.parent_process() is not None:  # Ctrl-C reaches that one too, which then ends this one
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     current = job.get("variants")  # what a lack of memory costs; while the model is built, all of them
     try:
         for event in run(job):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
 from .captions import caption_set, read_captions
-from .clip import DEFAULT_MODEL, CLIPScorer, clip_score
+from .clip import DEFAULT_MODEL, CLIPScorer, clip_score, format_clip_score
 from .features import load_feature_network
-from .fid import evaluate_images
+from .fid import evaluate_images, format_table
 from .images import ImageSet
 
 
@@ -71,3 +71,9 @@ def evaluate_text_image(
     if clip is not None:
         result["clip"] = clip_score(images, captions, scorer, **options)
     return result
+
+
+def format_scores(result: Mapping[str, Any]) -> str:
+    """What `evaluate_text_image` returned, as tables."""
+    parts = [format_clip_score(result["clip"])] if "clip" in result else []
+    return "\n".join([*parts, format_table(result["reference"])] if "reference" in result else parts)

@@ -22,7 +22,7 @@ from ..errors import UserError, check_writable
 from ..training.checkpoints import write_whole
 from .vbench_dimensions import DIMENSIONS, checked_score, dimension_named, total_scores
 from .vbench_flickering import temporal_flickering
-from .vbench_prompts import SAMPLES, SUFFIX, Prompt, video_name
+from .vbench_prompts import SAMPLES, SUFFIX, Prompt, read_suite, video_name
 
 COMPUTED_HERE = ("temporal_flickering",)
 VIDEO_LIST, RESULTS = "_full_info.json", "_eval_results.json"
@@ -101,6 +101,28 @@ def evaluate_videos(
             f"in {str(out)!r}"
         )
     return {name: out / f"{name}{RESULTS}" for name in chosen}
+
+
+def evaluate_with_suite(
+    videos: str | Path,
+    prompts: str | Path | None,
+    out: str | Path,
+    dimensions: Sequence[str] | None = None,
+    *,
+    filtered: str | Path | None = None,
+    python: str | None = None,
+    **options: Any,
+) -> dict[str, Path]:
+    """As `evaluate_videos`, with the suite from a file, `prompts`, or where that is None from the package `vbench`.
+
+    Where there is neither, temporal flickering alone is measured on all videos of the folder (`evaluate_folder`).
+    """
+    names = [dimension_named(name).name for name in dimensions or DIMENSIONS]
+    file = find_suite(prompts, python)
+    if file is None and names == list(COMPUTED_HERE):
+        return evaluate_folder(filtered or videos, out)
+    suite = read_suite(required_suite(file, python), names)
+    return evaluate_videos(videos, suite, out, names, filtered=filtered, python=python, **options)
 
 
 def vbench_package(python: str | None = None) -> Path | None:

@@ -40,4 +40,7 @@ def main(job_path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    try:
+        main(sys.argv[1])
+    except KeyboardInterrupt:  # which the process that started this one says
+        sys.exit(130)
