@@ -129,6 +129,15 @@ def test_components_are_those_of_the_pipeline_without_its_transformer(tmp_path, 
     assert all(torch.equal(value, weights[key]) for key, value in parts["vae"].state_dict().items())
 
 
+@pytest.mark.parametrize("size", [18, 17, 15])
+def test_a_size_that_the_vae_or_the_patches_would_cut_is_refused(tmp_path, size):
+    options = ModelOptions(pretrained=str(dit_pipeline(tmp_path / "pipe")))
+    model, components = load_model(options, 10)[1], load_components(options)
+    check_fit(DIT, model, components, 16, 3)
+    with pytest.raises(UserError, match=f"samples of {size}×{size} pixels; multiples of 4 are accepted .the VAE div"):
+        check_fit(DIT, model, components, size, 3)
+
+
 def test_components_that_cannot_be_had_are_told_by_their_key(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for place in (str(tmp_path), "nobody/nothing-of-that-name"):
