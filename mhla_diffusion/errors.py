@@ -12,6 +12,13 @@ class UserError(ValueError):
     """A request that cannot be met as asked; its message is one sentence that says what to change."""
 
 
+def of_one_process(message: str) -> UserError:
+    """An error that the other processes of a launch do not know of, so that this one has to say it."""
+    error = UserError(message)
+    error.of_one_process = True
+    return error
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the closest of `known`, or an empty string."""
     matches = difflib.get_close_matches(name, list(known), n=1)

@@ -30,7 +30,7 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
-from ..errors import UserError
+from ..errors import UserError, of_one_process
 from ..randomness import sample_generator
 from ..training.checkpoints import on_main_process
 from ..training.metrics import peak_memory_gib
@@ -168,11 +168,11 @@ def generate_images(
         if npz and state.is_main_process:
             write_array(out, files)
     except OSError as error:
-        raise _of_this_process(
+        raise of_one_process(
             f"writing to {str(out)!r} failed ({error.strerror or error}); what was written so far is kept"
         ) from None
     except torch.OutOfMemoryError:
-        raise _of_this_process(
+        raise of_one_process(
             f"the memory of {pipeline.device} is too small for batch_size={batch_size}; what was made so far is kept, "
             "go on with a smaller one"
         ) from None
@@ -244,7 +244,7 @@ def _generate(pipeline: DiffusionPipeline, arguments: dict[str, Any], videos: bo
     for values in output.frames if videos else output.images:
         values = np.asarray(values, dtype=np.float32)
         if not np.isfinite(values).all():
-            raise _of_this_process(
+            raise of_one_process(
                 f"the pipeline made values that are not finite with dtype={precision(pipeline)}; "
                 "float32 and bfloat16 have a wider range than float16"
             )
@@ -259,7 +259,7 @@ def _save(item: np.ndarray, path: Path, folder: Path, fps: float | None) -> None
         try:
             write_mp4(item, temporary, fps)
         except UserError as error:
-            raise _of_this_process(f"{error}; what was written so far is kept") from None
+            raise of_one_process(f"{error}; what was written so far is kept") from None
 
 
 # Sharing the work ----------------------------------------------------------------------------------------------------
@@ -297,13 +297,6 @@ def _claimed_batches(
             sleep(POLL_SECONDS)
         if not waiting:  # what others had claimed is there by now, or they were killed
             waiting, claimed = claimed, deque()
-
-
-def _of_this_process(message: str) -> UserError:
-    """An error that the other processes of a launch do not know of, so that this one has to say it."""
-    error = UserError(message)
-    error.of_one_process = True
-    return error
 
 
 class _quiet:

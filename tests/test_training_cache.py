@@ -291,6 +291,14 @@ def test_a_full_disk_is_one_sentence_and_finished_shards_stay(tmp_path, config, 
     assert cache_latents(config(), tmp_path / "cache", batch_size=4, shard_size=5).encoded == 11
 
 
+def test_buckets_are_refused_for_a_family_of_one_size_as_in_training(tmp_path, config):
+    buckets = config(data={"buckets": [[16, 16], [16, 32]]})
+    for work in (lambda: cache_latents(buckets, tmp_path / "cache"), lambda: finetune(buckets)):
+        with pytest.raises(UserError, match="data.buckets is set, but dit makes square images of one size; set it to"):
+            work()
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "run").exists()
+
+
 # Caches that do not fit ----------------------------------------------------------------------------------------------
 
 

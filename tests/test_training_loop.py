@@ -311,6 +311,13 @@ def test_a_folder_with_other_files_is_refused(tmp_path):
         finetune(config)
 
 
+@pytest.mark.parametrize("label", [-1, 3])
+def test_a_class_of_the_grid_that_the_data_do_not_have_is_refused_before_any_work(tmp_path, label):
+    with pytest.raises(UserError, match=f"validation.labels names class {label}, .* has 3 classes; 0 to 2 are accept"):
+        finetune(tiny_config(tmp_path, validation={"labels": [2, label]}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_resume_with_other_images_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     finetune(config)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..backbones.family import Family
 from ..errors import UserError
 from .config import DataOptions
 from .data import ImageSource
@@ -64,6 +65,12 @@ def assign(sizes: Sequence[Size | None], buckets: dict[Size, float]) -> tuple[li
         [[*buckets][i] for i in used],
         [place[next(found) if size is not None else most] for size in sizes],
     )
+
+
+def check_family(options: DataOptions, family: Family) -> None:
+    """Raise `UserError` where buckets are asked for and the family makes images of one size only."""
+    if options.buckets is not None and family.one_size:
+        raise UserError(f"data.buckets is set, but {family.name} makes square images of one size; set it to null")
 
 
 def check_factor(shapes: Sequence[tuple[int, ...]], factor: int, key: str) -> None:

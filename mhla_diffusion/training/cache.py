@@ -24,8 +24,8 @@ from tqdm.auto import tqdm
 
 from ..backbones import family_named
 from ..backbones.family import Family
-from ..errors import UserError, nearest
-from .buckets import check_factor, describe_shapes
+from ..errors import UserError, nearest, of_one_process
+from .buckets import check_factor, check_family, describe_shapes
 from .cached import (
     CONDITION,
     FORMAT,
@@ -240,7 +240,7 @@ class _Encoder:
         }
         if not all(value.isfinite().all() for value in stored.values()):
             name = str(dtype).removeprefix("torch.")
-            raise _of_one_process(f"{what} are not finite in {name}; --dtype float32 may help")
+            raise of_one_process(f"{what} are not finite in {name}; --dtype float32 may help")
         return stored
 
 
@@ -255,6 +255,7 @@ def _open_pixels(data: DataOptions, family: Family) -> ImageSource:
         raise UserError("data.streaming is true, but a cache needs to know all samples; set it to false to cache them")
     if data.train and (Path(data.train) / INDEX).is_file():
         raise UserError(f"data.train {data.train} is a cache already; the images themselves are expected")
+    check_family(data, family)
     return open_source(data.train, "data.train", data, family, flip=False)
 
 
@@ -365,7 +366,7 @@ def _write(out: Path, path: Path, tensors: dict[str, Tensor], about: dict[str, s
         if isinstance(error, OSError) and error.errno not in NO_ROOM:
             raise
         reason = getattr(error, "strerror", None) or error
-        raise _of_one_process(
+        raise of_one_process(
             f"--out {out} cannot be written: {reason}; the shards that are there are kept, and the same command goes on"
         ) from None
 
@@ -382,13 +383,6 @@ def _close_cache(out: Path, about: dict[str, Any], counts: list[int]) -> dict[st
         damaged.update(json.loads(metadata["damaged"]))
     write_whole(out / INDEX, json.dumps({**about, "shards": list(zip(counts, sizes, strict=True))}, indent=1) + "\n")
     return {"damaged": len(damaged), "cut": cut}
-
-
-def _of_one_process(message: str) -> UserError:
-    """An error that the other processes do not know of."""
-    error = UserError(message)
-    error.of_one_process = True
-    return error
 
 
 def _is_whole(path: Path) -> bool:

@@ -105,6 +105,16 @@ def check_conditions(family: Family, sources: Mapping[str, ImageSource | None]) 
             )
 
 
+def check_labels(labels: Sequence[int], class_names: Sequence[str]) -> None:
+    """Raise `UserError` when `validation.labels` names a class that data with classes do not have."""
+    for label in labels if class_names else ():
+        if not 0 <= label < len(class_names):
+            raise UserError(
+                f"validation.labels names class {label}, but data.train has {len(class_names)} classes; 0 to "
+                f"{len(class_names) - 1} are accepted"
+            )
+
+
 def check_text_components(family: Family, components: Collection[str]) -> None:
     """Raise `UserError` when `components` lack what `family.encode_prompts` needs."""
     missing = [name for name in family.text_components if name not in components]

@@ -19,11 +19,11 @@ from ..backbones import family_named
 from ..backbones.family import Family
 from ..errors import UserError
 from .align import align_layers, interrupted_state
-from .buckets import describe_shapes
+from .buckets import check_family, describe_shapes
 from .checkpoints import checkpoint_folder, checkpoints, disk_errors, on_main_process, prune_checkpoints
 from .config import TrainConfig, config_to_dict
 from .data import ImageSource, read_batches
-from .encoding import Encoder, check_conditions, encoded_shape, open_components
+from .encoding import Encoder, check_conditions, check_labels, encoded_shape, open_components
 from .export import export_pipeline
 from .learner import Learner
 from .learning import adapter_parameters, choose_trainable
@@ -208,7 +208,8 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
 
 
 def open_data(config: TrainConfig, family: Family) -> tuple[ImageSource, ImageSource | None]:
-    """The training data and, where the config names them, the held-out data; they suit the family."""
+    """The training data and, where the config names them, the held-out data; they suit the family and the grid."""
+    check_family(config.data, family)
     source = open_source(config.data.train, "data.train", config.data, family, flip=config.data.flip)
     held_out = None
     if config.data.validation:
@@ -216,6 +217,7 @@ def open_data(config: TrainConfig, family: Family) -> tuple[ImageSource, ImageSo
             config.data.validation, "data.validation", config.data, family, flip=False, class_names=source.class_names
         )
     check_conditions(family, {"data.train": source, "data.validation": held_out})
+    check_labels(config.validation.labels, source.class_names)
     return source, held_out
 
 

@@ -91,8 +91,6 @@ def check_fit(
         )
     if not family.one_size:
         return
-    if shapes is not None:
-        raise UserError(f"data.buckets is set, but {family.name} makes square images of one size; set it to null")
     side = model.config.sample_size
     if latent_shape[-1] != side:
         raise UserError(
