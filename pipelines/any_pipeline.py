@@ -18,8 +18,8 @@ import torch
 from accelerate import PartialState
 from diffusers import DiffusionPipeline
 
-from ..devices import usable_device
-from ..errors import UserError
+from ..devices import is_out_of_memory, usable_device
+from ..errors import UserError, of_one_process
 
 OWN_KEYS = {"name", "seed_index"}  # of conditions, not of the pipeline's call
 
@@ -44,7 +44,7 @@ def load_pipeline(
             it, else `dtype`.
 
     Raises:
-        UserError: there is no pipeline at `path`, or it is damaged.
+        UserError: there is no pipeline at `path`, it is damaged, or the memory is too small for it.
     """
     path, place = str(path), usable_device(device) if device else process_state().device
     if Path(path).exists() and not (Path(path) / "model_index.json").is_file():
@@ -59,6 +59,10 @@ def load_pipeline(
             pipeline.vae = type(pipeline.vae).from_pretrained(path, subfolder="vae", dtype=getattr(torch, wanted))
     except UserError:
         raise
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(path, torch.device("cpu"), dtype) from None
     except (OSError, ValueError, AttributeError) as error:  # the last for a class that diffusers does not have
         reason = " ".join(str(error).split())
         raise UserError(f"the pipeline {path!r} could not be loaded: {reason}") from None
@@ -69,7 +73,17 @@ def load_pipeline(
                 f"the pipeline {path!r} could not be loaded: {len(missing)} weights of its {name} are missing, the "
                 f"first is {missing[0]!r}"
             )
-    return pipeline.to(place)
+    try:
+        return pipeline.to(place)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_large(path, place, dtype) from None
+
+
+def _too_large(path: str, place: torch.device, dtype: str) -> UserError:
+    hint = "; dtype=bfloat16 takes half of it" if dtype == "float32" else ""
+    return of_one_process(f"the memory of {place} is too small for the weights of {path!r} with dtype={dtype}{hint}")
 
 
 def fingerprint(pipeline: DiffusionPipeline) -> str:

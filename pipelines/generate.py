@@ -23,13 +23,13 @@ from time import perf_counter, sleep
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from diffusers import DiffusionPipeline
 from PIL import Image
 from tqdm import tqdm
 
+from ..devices import is_out_of_memory
 from ..errors import UserError, of_one_process
 from ..randomness import sample_generator
 from ..training.checkpoints import on_main_process
@@ -171,11 +171,10 @@ def generate_images(
         raise of_one_process(
             f"writing to {str(out)!r} failed ({error.strerror or error}); what was written so far is kept"
         ) from None
-    except torch.OutOfMemoryError:
-        raise of_one_process(
-            f"the memory of {pipeline.device} is too small for batch_size={batch_size}; what was made so far is kept, "
-            "go on with a smaller one"
-        ) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise _too_little_memory(pipeline, batch_size, {name: call.get(name) for name in sizes}) from None
     finally:
         if claims:
             claims.close()
@@ -260,6 +259,18 @@ def _save(item: np.ndarray, path: Path, folder: Path, fps: float | None) -> None
             write_mp4(item, temporary, fps)
         except UserError as error:
             raise of_one_process(f"{error}; what was written so far is kept") from None
+
+
+def _too_little_memory(pipeline: DiffusionPipeline, batch_size: int, sizes: dict[str, Any]) -> UserError:
+    """The error that says what to lower, with what was asked for where that was named."""
+    given = {"batch_size": batch_size, **{name: size for name, size in sizes.items() if size is not None}}
+    asked = ", ".join(f"{name}={value}" for name, value in given.items())
+    ways = [name for name in sizes if name in call_parameters(pipeline)]
+    ways = ["batch_size"] * (batch_size > 1) + ways + ["the precision (dtype=bfloat16)"] * (pipeline.dtype.itemsize > 2)
+    return of_one_process(
+        f"the memory of {pipeline.device} is too small for {asked} with dtype={precision(pipeline)}; "
+        f"{'lower ' + ', '.join(ways) if ways else 'another device is needed'}; what was made so far is kept"
+    )
 
 
 # Sharing the work ----------------------------------------------------------------------------------------------------

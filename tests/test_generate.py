@@ -179,6 +179,26 @@ def test_impossible_numbers_are_refused(pipeline, tmp_path, option):
     assert not (tmp_path / "new").exists()
 
 
+def allocate_too_much(*_, **__):
+    return torch.empty(2**50)  # bytes times four: more than any machine has
+
+
+def test_too_little_memory_is_one_sentence_that_says_what_to_lower(pipeline, tmp_path, monkeypatch):
+    make(pipeline, tmp_path, num_images=3)
+    monkeypatch.setattr(MHLADiTPipeline, "__call__", allocate_too_much)
+    with pytest.raises(UserError, match="memory of cpu is too small for batch_size=3 .*; lower batch_size, the prec"):
+        make(pipeline, tmp_path)
+    with pytest.raises(UserError, match="too small for batch_size=1 .*; lower the precision .dtype=bfloat16.; what"):
+        make(pipeline, tmp_path, batch_size=1)
+    assert len(files(tmp_path)) == 3
+
+
+def test_a_pipeline_that_the_memory_is_too_small_for_is_one_sentence(saved, monkeypatch):
+    monkeypatch.setattr(MHLADiTPipeline, "to", allocate_too_much)
+    with pytest.raises(UserError, match="memory of cpu is too small for the weights of .* with dtype=float32; dty"):
+        load_pipeline(saved, device="cpu")
+
+
 def test_full_disk_is_one_sentence_and_keeps_what_was_written(pipeline, tmp_path, monkeypatch):
     original, saved = Image.Image.save, []
 

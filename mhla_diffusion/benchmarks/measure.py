@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from ..devices import is_out_of_memory
+
 OUT_OF_MEMORY = "out of memory"  # why a candidate has no measurement
 FEWEST = 3  # timed calls of a candidate before its budget may end its part
 
@@ -71,11 +73,6 @@ def interleaved(
                 yield name, seconds
                 if enough(times[name], repeats, budget):
                     alive.remove(name)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that there is too little memory; torch has no class of its own for the CPU's."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in str(error)
 
 
 def enough(times: list[float], repeats: int, budget: float = float("inf")) -> bool:

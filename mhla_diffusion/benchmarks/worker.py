@@ -12,9 +12,10 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+from ..devices import is_out_of_memory
 from ..errors import UserError
 from . import models, operators
-from .measure import OUT_OF_MEMORY, Call, MemoryMeter, interleaved, is_out_of_memory, peak_of, timed
+from .measure import OUT_OF_MEMORY, Call, MemoryMeter, interleaved, peak_of, timed
 
 
 def work(job: Mapping[str, Any], events: Connection) -> None:
