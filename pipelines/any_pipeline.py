@@ -10,10 +10,12 @@ import inspect
 import json
 import os
 import warnings
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import torch
 from accelerate import PartialState
 from diffusers import DiffusionPipeline
@@ -22,6 +24,7 @@ from ..devices import is_out_of_memory, usable_device
 from ..errors import UserError, of_one_process
 
 OWN_KEYS = {"name", "seed_index"}  # of conditions, not of the pipeline's call
+OWN_NUMBERS = {"batch_size", "fps"}  # of generation, not of the pipeline's call
 
 
 def process_state(cpu: bool = False) -> PartialState:
@@ -129,19 +132,12 @@ def call_arguments(pipeline: DiffusionPipeline, conditions: list[dict[str, Any]]
         if not isinstance(condition.get("seed_index", 0), int):
             raise UserError(f"item {index} has seed_index={condition['seed_index']!r}, which must be a whole number")
     call = {key: value for key, value in options.items() if value is not None}
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    for key in sorted(keys | call.keys()):
-        if key not in parameters and not takes_any:
-            raise UserError(f"{name} takes no {key}" + (f"; leave out {key}={call[key]}" if key in call else ""))
+    _check_taken(name, parameters, keys, call)
     for key in ("num_inference_steps", "guidance_scale"):
         if key in parameters:
             call.setdefault(key, parameters[key].default)
     trained = getattr(getattr(getattr(pipeline, "scheduler", None), "config", None), "num_train_timesteps", None)
-    if trained is not None and call.get("num_inference_steps", 1) > trained:
-        raise UserError(
-            f"num_inference_steps={call['num_inference_steps']} must be at most {trained}, the timesteps that the "
-            f"scheduler of this {name} has"
-        )
+    _check_steps(name, call.get("num_inference_steps"), trained)
     if "guidance_scale" in call:
         call["guidance_scale"] = float(call["guidance_scale"])
     factor = getattr(pipeline, "vae_scale_factor_temporal", 1)
@@ -161,6 +157,55 @@ def call_arguments(pipeline: DiffusionPipeline, conditions: list[dict[str, Any]]
         except ValueError as error:
             raise UserError(f"{name}: {' '.join(str(error).split())}") from None
     return call
+
+
+def check_saved(path: str | Path, keys: Iterable[str], **numbers: float | None) -> None:
+    """Refuse what the pipeline in the folder `path` does not take, before its weights are loaded.
+
+    Its class and its scheduler's settings tell that; `call_arguments` looks at the rest. Of a hub id nothing is asked.
+
+    Args:
+        keys: the conditions' keys.
+        numbers: of `generate_images`; None where not given.
+
+    Raises:
+        UserError: an argument that the call does not take; more steps than the scheduler has timesteps.
+    """
+    index = _read_json(Path(path) / "model_index.json")
+    name = index.get("_class_name")
+    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    call = {key: value for key, value in numbers.items() if value is not None and key not in OWN_NUMBERS}
+    if isinstance(found, type) and issubclass(found, DiffusionPipeline):
+        _check_taken(name, dict(inspect.signature(found.__call__).parameters), set(keys), call)
+    trained = _read_json(Path(path) / "scheduler" / "scheduler_config.json").get("num_train_timesteps")
+    _check_steps(name, call.get("num_inference_steps"), trained if isinstance(trained, int) else None)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; {} where there is none, which loading then says."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _check_taken(
+    name: str, parameters: dict[str, inspect.Parameter], keys: Collection[str], call: dict[str, Any]
+) -> None:
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for key in sorted({*keys, *call}):
+        if key not in parameters:
+            raise UserError(f"{name} takes no {key}" + (f"; leave out {key}={call[key]}" if key in call else ""))
+
+
+def _check_steps(name: str, steps: int | None, trained: int | None) -> None:
+    if trained is not None and steps is not None and steps > trained:
+        raise UserError(
+            f"num_inference_steps={steps} must be at most {trained}, the timesteps that the scheduler of this {name} "
+            "has"
+        )
 
 
 def _check_text(pipeline: DiffusionPipeline, conditions: list[dict[str, Any]], parameters: dict) -> None:

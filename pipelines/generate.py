@@ -35,7 +35,16 @@ from ..randomness import sample_generator
 from ..training.checkpoints import on_main_process
 from ..training.metrics import peak_memory_gib
 from ..training.video_files import write_mp4
-from .any_pipeline import OWN_KEYS, call_arguments, call_parameters, fingerprint, makes_videos, precision, process_state
+from .any_pipeline import (
+    OWN_KEYS,
+    call_arguments,
+    call_parameters,
+    fingerprint,
+    makes_videos,
+    precision,
+    process_state,
+)
+from .any_pipeline import check_saved as check_saved
 from .any_pipeline import load_pipeline as load_pipeline
 from .generation_folder import IMAGE_SUFFIX, VIDEO_SUFFIX, Claims, check_place, complete, fill_in, item_files, whole
 from .generation_folder import file_name as file_name

@@ -37,7 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def generate(args: argparse.Namespace) -> str:
-    from mhla_diffusion.pipelines.generate import check_options, generate_images, load_pipeline
+    from mhla_diffusion.pipelines.generate import check_options, check_saved, generate_images, load_pipeline
     from mhla_diffusion.pipelines.prompts import class_conditions, read_lines, read_prompts
 
     numbers = generation_numbers(args)
@@ -45,6 +45,7 @@ def generate(args: argparse.Namespace) -> str:
     if args.labels:
         read_lines(args.labels, "label file")
     conditions = read_prompts(args.prompts) if args.prompts else None
+    check_saved(args.pipeline, ["prompt" if args.prompts else "class_labels"], **numbers)
     pipeline = load_pipeline(args.pipeline, args.dtype, args.device, args.vae_dtype)
     conditions = conditions or class_conditions(pipeline, args.num_images, args.labels)
     return str(generate_images(pipeline, conditions, args.out, seed=args.seed, npz=args.npz, **numbers))

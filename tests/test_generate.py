@@ -283,6 +283,22 @@ def run_script(*arguments):
     return module.main([str(argument) for argument in arguments])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--height", 64], "MHLADiTPipeline takes no height; leave out height=64"),
+        (["--num-frames", 5], "MHLADiTPipeline takes no num_frames; leave out num_frames=5"),
+        (["--steps", 1001], "num_inference_steps=1001 must be at most 1000, the timesteps"),
+    ],
+)
+def test_command_refuses_what_the_saved_class_does_not_take_before_loading(
+    saved, tmp_path, monkeypatch, capsys, arguments, message
+):
+    monkeypatch.setattr("mhla_diffusion.pipelines.generate.load_pipeline", lambda *_: pytest.fail("loaded"))
+    assert run_script("--pipeline", saved, "--num-images", 1, "--out", tmp_path / "out", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_command_generates_from_a_saved_pipeline(saved, tmp_path, capsys):
     arguments = ["--pipeline", saved, "--num-images", 7, "--steps", 2, "--guidance-scale", 2, "--batch-size", 3]
     assert run_script(*arguments, "--out", tmp_path / "a", "--npz", "--device", "cpu") == 0

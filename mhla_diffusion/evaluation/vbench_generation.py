@@ -34,11 +34,12 @@ def generate_videos(
     Raises:
         UserError: what these functions raise; numbers and prompts are looked at before the pipeline is loaded.
     """
-    from ..pipelines.generate import check_options, generate_images, load_pipeline
+    from ..pipelines.generate import check_options, check_saved, generate_images, load_pipeline
 
     check_options(out, **numbers)
     suite = read_suite(required_suite(prompts, python), dimensions, augmented)
     check_file_system(suite, out)
+    check_saved(pipeline, ["prompt"], **numbers)
     loaded = load_pipeline(pipeline, dtype, device, vae_dtype)
     report = generate_images(loaded, conditions(suite), out, seed=seed, **numbers)
     notes = [
