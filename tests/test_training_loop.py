@@ -322,7 +322,7 @@ def test_a_resume_with_other_images_is_refused(tmp_path):
     config = tiny_config(tmp_path)
     finetune(config)
     next((tmp_path / "images" / "0").iterdir()).unlink()
-    with pytest.raises(UserError, match="has other images"):
+    with pytest.raises(UserError, match="has other samples"):
         finetune(config, resume="latest")
 
 
@@ -446,7 +446,7 @@ def test_too_many_damaged_images_cost_no_step_and_can_be_removed(tmp_path):
     assert 0 < int(kept.name.removeprefix("step-")) < 12
     for path in broken:
         path.unlink()
-    with pytest.raises(UserError, match="has other images.*--allow-config-change"):
+    with pytest.raises(UserError, match="has other samples.*--allow-config-change"):
         finetune(config, resume="latest")
     assert finetune(config, resume="latest", allow_config_change=True).step == 12
 

@@ -59,7 +59,8 @@ def test_a_run_on_videos_shows_frames_and_films_and_ends_in_a_pipeline(place, tm
 def test_clips_and_captions_from_a_cache_give_the_first_loss_without_the_encoders(place, tmp_path, monkeypatch):
     quick = {"train": {"steps": 1, "align_steps": 1}, "validation": {"images": 0}, "data": {"validation": None}}
     finetune(video_config(place, tmp_path / "uncached", quick))
-    cache_latents(video_config(place, tmp_path / "unused"), tmp_path / "cache", batch_size=3)
+    report = cache_latents(video_config(place, tmp_path / "unused"), tmp_path / "cache", batch_size=3)
+    assert f"{report.images} clips," in str(report) and " clips/s)" in str(report) and "image" not in str(report)
     for verb in ("encode_prompts", "posterior"):
         monkeypatch.setattr(WanFamily, verb, lambda *args, **kwargs: pytest.fail("the cache holds this"))
     finetune(video_config(place, tmp_path / "cached", quick, {"data": {"train": str(tmp_path / "cache")}}))

@@ -62,15 +62,16 @@ class CacheReport:
     """What `cache_latents` did."""
 
     folder: Path
-    images: int  # in the cache
+    images: int  # in the cache, or clips
     encoded: int  # by this call
     seconds: float
     gigabytes: float
-    damaged: int = 0  # of the images, in whose place others stand
+    damaged: int = 0  # in whose place others stand
+    noun: str = "image"  # or clip
     cut: int = 0  # captions that are longer than the text encoder takes, and lose their end
 
     def __str__(self) -> str:
-        rate = f"{self.encoded / self.seconds:.1f} images/s" if self.encoded else "nothing was missing"
+        rate = f"{self.encoded / self.seconds:.1f} {self.noun}s/s" if self.encoded else "nothing was missing"
         told = "".join(
             f"; {count:,} {what}"
             for count, what in (
@@ -80,7 +81,7 @@ class CacheReport:
             if count
         )
         return (
-            f"{self.folder}: {self.images:,} images, {self.gigabytes:.2f} GB; {self.encoded:,} encoded in "
+            f"{self.folder}: {self.images:,} {self.noun}s, {self.gigabytes:.2f} GB; {self.encoded:,} encoded in "
             f"{self.seconds:.0f} s ({rate}){told}; train with data.train={self.folder}"
         )
 
@@ -111,8 +112,9 @@ def cache_latents(
         UserError: when there is no VAE or text encoder, sizes do not suit it, `out` holds something else, too many
             images cannot be read, or the disk is full.
     """
+    noun = "image" if config.data.num_frames == 1 else "clip"
     if shard_size is None:
-        shard_size = 1024 if config.data.num_frames == 1 else 64
+        shard_size = 1024 if noun == "image" else 64
     for name, value in {"batch_size": batch_size, "shard_size": shard_size}.items():
         if value < 1:
             raise UserError(f"{name} is {value}; 1 or more is accepted")
@@ -146,7 +148,7 @@ def cache_latents(
     clock = time.perf_counter()
     progress = tqdm(
         total=sum(len(ranges[shard]) for shard in mine),
-        unit="image",
+        unit=noun,
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 15,
         disable=not accelerator.is_main_process,
@@ -168,7 +170,7 @@ def cache_latents(
     on_main_process(accelerator, lambda: remember(out, parts))
     size = sum(path.stat().st_size for path in out.glob("*.safetensors")) / 1e9
     encoded = sum(len(ranges[shard]) for shard in missing)
-    return CacheReport(out, len(source), encoded, seconds, size, **counts)
+    return CacheReport(out, len(source), encoded, seconds, size, noun=noun, **counts)
 
 
 # What is encoded -----------------------------------------------------------------------------------------------------

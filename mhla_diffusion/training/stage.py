@@ -54,7 +54,7 @@ def check_same_data(config: TrainConfig, source: ImageSource, saved: str, more: 
     if saved != source.fingerprint:
         ways = f"choose a new output_dir, or {more}" if more else "or choose a new output_dir"
         raise UserError(
-            f"data.train {config.data.train} has other images ({source.fingerprint}) than the run was started with "
+            f"data.train {config.data.train} has other samples ({source.fingerprint}) than the run was started with "
             f"({saved}); restore them, {ways}"
         )
 
