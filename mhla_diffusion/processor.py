@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -242,6 +244,8 @@ class MHLAProcessor(nn.Module):
         layout = BlockLayout(self.grid, self.config.blocks)
         if layout.num_tokens != num_tokens:
             raise UserError(f"{num_tokens} tokens do not fill the token grid {self.grid}.")
+        if not torch.compiler.is_compiling():
+            _tell_empty_blocks(layout)
         return layout
 
     def _position_encoding(self, value: Tensor, layout: BlockLayout) -> Tensor:
@@ -270,6 +274,18 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = (angles[..., 0::2].to(x.dtype).repeat(1, 1, 1, x.shape[-1] // angles.shape[-1]) for angles in (cos, sin))
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+
+
+@lru_cache(maxsize=64)
+def _tell_empty_blocks(layout: BlockLayout) -> None:
+    """Warn, once, of a grid that cannot fill all blocks: a mixing weight of an empty block costs and learns nothing."""
+    if layout.num_blocks > layout.num_tokens:
+        warnings.warn(
+            f"blocks={layout.blocks} makes {layout.num_blocks:,} blocks, but the token grid {layout.grid} has only "
+            f"{layout.num_tokens:,} tokens: blocks that hold no token cost time and memory for nothing; give lower "
+            "counts, or blocks=None, which chooses them from the grid",
+            stacklevel=2,
+        )
 
 
 def _projections(attn: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:

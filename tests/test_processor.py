@@ -140,6 +140,14 @@ def test_an_unbound_processor_says_what_to_call():
         layer(tokens())
 
 
+def test_a_grid_with_fewer_tokens_than_blocks_is_told_once(recwarn):
+    layers = [mhla_layer(grid=(3, 7), blocks=blocks) for blocks in ((3, 7), (2, 11), (2, 11))]
+    for layer in (*layers, *layers):
+        layer(tokens((3, 7)))
+    (told,) = [str(warning.message) for warning in recwarn if "blocks" in str(warning.message)]
+    assert told.startswith("blocks=(2, 11) makes 22 blocks, but the token grid (3, 7) has only 21 tokens")
+
+
 def test_a_bound_layer_called_alone_says_that_it_lacks_the_grid():
     layer = mhla_layer(grid=None)
     with pytest.raises(UserError, match="not told the token grid; call the transformer or its block"):
