@@ -20,7 +20,7 @@ from mhla_diffusion.errors import UserError
 from mhla_diffusion.randomness import sample_generator
 from mhla_diffusion.training import finetune, validation
 from mhla_diffusion.training.clips import cut_clips
-from mhla_diffusion.training.components_wan import write_wan_components
+from mhla_diffusion.training.components_wan import read_clips, write_wan_components
 from mhla_diffusion.training.config import DataOptions, ModelOptions, ValidationOptions, load_config
 from mhla_diffusion.training.model import load_model
 from mhla_diffusion.training.moving_digits import write_moving_digits
@@ -106,6 +106,51 @@ def test_clips_of_one_video_are_split_so_that_no_frame_is_in_both(tmp_path):
     assert len(VideoFolder(tmp_path / "clips" / "train", DataOptions(size=32, num_frames=9, fps=10))) == counts["train"]
     with pytest.raises(UserError, match="no video in .* has 90 frames at 10 per second"):
         cut_clips(folder_of(tmp_path / "w", a=50), tmp_path / "others", num_frames=45, fps=10)
+
+
+def damage_end(path):
+    """Overwrite the last 30 % of a video's content; its index still names all frames."""
+    content = bytearray(path.read_bytes())
+    place = content.index(b"mdat")
+    size = int.from_bytes(content[place - 4 : place], "big")
+    kept = 7 * size // 10
+    content[place + kept : place + size - 4] = bytes(size - 4 - kept)
+    path.write_bytes(content)
+
+
+def test_damaged_videos_are_left_out_of_clips_and_told_until_none_is_left(tmp_path):
+    root = folder_of(tmp_path / "v", whole=30, half=40, none=30)
+    damage_end(root / "half.mp4")
+    (root / "none.mp4").write_bytes(b"no video")
+    how = {"size": 32, "num_frames": 9, "fps": 10, "stride": 4}
+    with pytest.warns(UserWarning, match="cannot be read|is damaged|ends at") as told:
+        counts = cut_clips(root, tmp_path / "clips", **how)
+    sentences = [str(warning.message) for warning in told]
+    assert [sum(f"{name}.mp4" in sentence for sentence in sentences) for name in ("whole", "half", "none")] == [0, 1, 1]
+    assert sentences[-1] == "2 damaged videos were left out, in whole or in part"
+    names = {split: [path.name for path in (tmp_path / "clips" / split).glob("*.mp4")] for split in counts}
+    assert counts == {split: len(found) for split, found in names.items()}
+    assert any("half" in name for name in names["train"]) and all("whole" in name for name in names["test"])
+
+    (root / "whole.mp4").unlink()
+    (root / "whole.txt").unlink()
+    with (
+        pytest.warns(UserWarning, match="left out"),
+        pytest.raises(UserError, match="no clip of .* for the test split can be read; the first: video .*(half|none)"),
+    ):
+        cut_clips(root, tmp_path / "others", **how)
+    assert not (tmp_path / "others").exists()
+
+
+def test_damaged_videos_are_left_out_of_components_and_told_until_one_is_left(tmp_path):
+    root = folder_of(tmp_path / "v", a=9, b=9, c=9)
+    (root / "b.mp4").write_bytes(b"no video")
+    with pytest.warns(UserWarning, match="b.mp4 cannot be read: .*; it is left out"):
+        clips, _ = read_clips(str(root), DataOptions(size=32, num_frames=9, fps=10))
+    assert [numbers(clip.permute(1, 2, 3, 0).numpy()) for clip in clips] == [list(range(9))] * 2
+    (root / "a.mp4").write_bytes(b"no video")
+    with pytest.warns(UserWarning), pytest.raises(UserError, match="1 can be read, but 2 .*; the first: video .*a.mp4"):
+        read_clips(str(root), DataOptions(size=32, num_frames=9, fps=10))
 
 
 def test_components_made_from_videos_are_a_pipeline_with_scaled_latents(digits, tmp_path):

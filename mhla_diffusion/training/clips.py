@@ -9,7 +9,7 @@ from ..errors import UserError
 from .checkpoints import whole_folder
 from .config import DataOptions
 from .video_files import read_clip, write_mp4
-from .videos import VideoFolder
+from .videos import DamagedVideos, VideoFolder
 
 
 def cut_clips(
@@ -32,8 +32,9 @@ def cut_clips(
         stride: frames from the beginning of one clip to that of the next.
         held_out: share of a video that is held out; at least one clip.
 
-    Returns the number of clips per split. Raises `UserError` when `out` is not empty or no video has twice a clip's
-    length.
+    Clips that a damaged video does not give are left out, and which video it is is told in a warning. Returns the
+    number of clips per split. Raises `UserError` when `out` is not empty, no video has twice a clip's length, or no
+    clip of a split can be read.
     """
     if size < 16 or size % 2:
         raise UserError(f"--size {size} is not possible for clips; even numbers from 16 on are accepted")
@@ -55,19 +56,26 @@ def cut_clips(
     stems = [Path(name).with_suffix("").as_posix().replace("/", "_") for name in source.files]
     names = [f"{stem}_{i}" if stems.count(stem) > 1 else stem for i, stem in enumerate(stems)]
     captions: dict[str, list[str]] = {"train": [], "test": []}
+    damaged = DamagedVideos()
     try:
         with whole_folder(out, synced=False) as folder:
             for split, i, start in starts:
                 name = f"{names[i]}-{start:06d}.mp4"
                 (folder / split).mkdir(exist_ok=True)
-                clip = read_clip(source.root / source.files[i], num_frames, fps, size, size, start / fps)
+                try:
+                    clip = read_clip(source.root / source.files[i], num_frames, fps, size, size, start / fps)
+                except UserError as error:
+                    damaged.add(source.files[i], error)
+                    continue
                 write_mp4(clip, folder / split / name, fps)
                 captions[split].append(json.dumps({"file_name": name, "text": source.texts[i]}, ensure_ascii=False))
             for split, lines in captions.items():
-                if lines:
-                    (folder / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+                if not lines:
+                    raise UserError(f"no clip of {videos} for the {split} split can be read{damaged.first}")
+                (folder / split / "metadata.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+    damaged.close()
     return {split: len(lines) for split, lines in captions.items()}
 
 

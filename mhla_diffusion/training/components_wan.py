@@ -22,7 +22,8 @@ from ..randomness import sample_generator
 from .checkpoints import whole_folder
 from .components import ComponentsReport, check_arguments, count_parameters, progress, to_floats
 from .config import DataOptions
-from .videos import VideoFolder
+from .data import UnreadableSample
+from .videos import DamagedVideos, VideoFolder
 
 MAX_CLIPS = 256  # of a larger folder the first are enough for a small VAE
 KL_WEIGHT = 1e-3  # keeps the latents of all channels near a normal distribution
@@ -81,14 +82,21 @@ def write_wan_components(
 
 
 def read_clips(data: str, options: DataOptions, seed: int = 0) -> tuple[Tensor, list[str]]:
-    """The first clips of a folder as (N, 3, T, H, W) uint8, and all of its captions."""
+    """The first clips of a folder as (N, 3, T, H, W) uint8, without those that are damaged, and all of its captions."""
     source = VideoFolder(data, options, "--data")
     if len(source) < 2:
         raise UserError(f"--data {data} has {len(source)} video; 2 or more are needed, one of them to test the VAE on")
-    clips = []
+    clips, damaged = [], DamagedVideos()
     for index in progress(range(min(len(source), MAX_CLIPS)), "reading", min(len(source), MAX_CLIPS)):
-        clip = source.read(index, sample_generator(seed, "components", index)).image
+        try:
+            clip = source.read(index, sample_generator(seed, "components", index)).image
+        except UnreadableSample as error:
+            damaged.add(source.files[index], error)
+            continue
         clips.append(((clip + 1) * 127.5).round().byte())
+    damaged.close()
+    if len(clips) < 2:
+        raise UserError(f"of --data {data} {len(clips)} can be read, but 2 or more videos are needed{damaged.first}")
     return torch.stack(clips), source.texts
 
 

@@ -160,6 +160,29 @@ class VideoFolder:
             )
 
 
+class DamagedVideos:
+    """The videos that could not be read so far: each is told once, in a warning, and at the end how many there were."""
+
+    def __init__(self) -> None:
+        self.sentences: dict[str, str] = {}
+
+    def add(self, name: str, error: UserError) -> None:
+        """Tell of a damaged video, unless that was done."""
+        if name not in self.sentences:
+            self.sentences[name] = str(error)
+            warnings.warn(f"{error}; it is left out", stacklevel=3)
+
+    def close(self) -> None:
+        """Tell how many there were, if more than one."""
+        if len(self.sentences) > 1:
+            warnings.warn(f"{len(self.sentences)} damaged videos were left out, in whole or in part", stacklevel=3)
+
+    @property
+    def first(self) -> str:
+        """What was told of the first one, as the end of a sentence."""
+        return f"; the first: {next(iter(self.sentences.values()))}" if self.sentences else ""
+
+
 def check_rates(options: DataOptions) -> None:
     """Raise `UserError` unless `num_frames` is 4k + 1, as video autoencoders take them, and `fps` is positive."""
     frames = options.num_frames
