@@ -108,7 +108,8 @@ def generate_images(
             `num_inference_steps` and a list of generators, and returns `.images`, or `.frames` if it makes videos.
         conditions: for each item the pipeline's arguments that belong to it, e.g. `{"class_labels": 3}` or
             `{"prompt": "a cat"}`; besides, optionally, "name", the name of its file without suffix (with `/` in
-            sub-folders of `out`), and "seed_index", the number that its randomness depends on in place of i.
+            sub-folders of `out`), and "seed_index", the number that its randomness depends on in place of i. Items
+            that all have both are added to what is in the folder.
         out: folder; written beside the items are `generation.json` (the settings) and `labels.jsonl` (the conditions).
         seed: all items depend on it.
         num_inference_steps, guidance_scale, height, width, num_frames: as in the pipeline's call; None: its defaults.
@@ -157,7 +158,8 @@ def generate_images(
         out.mkdir(parents=True, exist_ok=True)
         claims = Claims(out)
         with claims.alone():
-            return fill_in(out, manifest, lines, files)
+            independent = all(condition.keys() >= OWN_KEYS for condition in conditions)
+            return fill_in(out, manifest, lines, files, independent)
 
     try:
         missing = on_main_process(state, open_folder)

@@ -97,13 +97,24 @@ def check_place(out: str | Path) -> None:
         raise UserError(f"the output folder {str(out)!r} cannot be made: {str(place)!r} is not a folder to write in")
 
 
-def fill_in(out: Path, manifest: dict[str, Any], lines: Sequence[str], files: Sequence[str]) -> list[int]:
-    """Write the settings and conditions of a folder, and return which of its items are missing.
+def fill_in(
+    out: Path, manifest: dict[str, Any], lines: Sequence[str], files: Sequence[str], independent: bool = False
+) -> list[int]:
+    """Write the settings and conditions of a folder, and return which of `files` are missing.
+
+    Args:
+        manifest: the settings.
+        lines: of the items, their file and conditions as JSON.
+        independent: no item depends on its place, so those that are not among `files` stay, and others are added.
 
     Raises:
         UserError: the folder holds items of other settings or conditions, or strangers; it stays as it was.
     """
-    _check_content(out, manifest, lines, files)
+    before = _check_content(out, manifest, lines, files, independent)
+    if independent:
+        now = set(files)
+        lines = [line for file, line in before.items() if file not in now] + list(lines)
+        manifest = {**manifest, "num_images": len(lines)}
     for folder in {(out / file).parent for file in files}:
         folder.mkdir(parents=True, exist_ok=True)
     with whole(out / MANIFEST, out) as temporary:
@@ -113,18 +124,22 @@ def fill_in(out: Path, manifest: dict[str, Any], lines: Sequence[str], files: Se
     return [index for index, file in enumerate(files) if not complete(out / file)]
 
 
-def _check_content(out: Path, manifest: dict[str, Any], lines: Sequence[str], files: Sequence[str]) -> None:
+def _check_content(
+    out: Path, manifest: dict[str, Any], lines: Sequence[str], files: Sequence[str], independent: bool
+) -> dict[str, str]:
+    """Raise `UserError` unless the items can go into the folder; file -> line of those that are written down there."""
     place, path = f"the output folder {str(out)!r}", out / MANIFEST
     if not path.is_file():
         strangers = [found for found in out.glob(f"*{Path(files[0]).suffix}") if not found.name.startswith(".")]
         if strangers or any((out / file).exists() for file in files):
             raise UserError(f"{place} holds {_items(manifest)} without {MANIFEST}; choose a new folder")
-        return
+        return {}
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         # Lines end with \n only: a prompt may hold other characters that Python takes for the end of a line.
         known = (out / LABELS).read_text(encoding="utf-8").split("\n")[:-1] if (out / LABELS).is_file() else []
-    except (ValueError, OSError) as error:
+        before = {json.loads(line)["file"]: line for line in known}
+    except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(f"{str(path)!r} cannot be read ({error}); choose a new folder") from None
     for name, value in manifest.items():
         if name != "num_images" and found.get(name) != value:
@@ -132,11 +147,14 @@ def _check_content(out: Path, manifest: dict[str, Any], lines: Sequence[str], fi
                 f"{place} holds {_items(manifest)} made with {name}={found.get(name)}, now it is {value}; "
                 "choose a new folder"
             )
-    if len(known) > len(lines):
+    if independent:
+        known = [before.get(file, line) for file, line in zip(files, lines, strict=True)]
+    elif len(known) > len(lines):
         raise UserError(f"{place} is one of {len(known)} items, now it is {len(lines)}; choose a new folder")
-    for index, (before, now) in enumerate(zip(known, lines, strict=False)):
-        if before != now:
-            raise UserError(f"{place} holds other items (number {index}: {before}, now {now}); choose a new folder")
+    for index, (old, new) in enumerate(zip(known, lines, strict=False)):
+        if old != new:
+            raise UserError(f"{place} holds other items (number {index}: {old}, now {new}); choose a new folder")
+    return before
 
 
 def _items(manifest: dict[str, Any]) -> str:

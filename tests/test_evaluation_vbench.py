@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from painting_pipelines import FilmingPipeline
 
 from mhla_diffusion.errors import UserError
+from mhla_diffusion.evaluation import vbench
 from mhla_diffusion.evaluation.vbench import evaluate_videos, read_scores, summarize_results
 from mhla_diffusion.evaluation.vbench_dimensions import DIMENSIONS, format_totals, total_scores
 from mhla_diffusion.evaluation.vbench_flickering import temporal_flickering, video_flickering
@@ -26,6 +27,7 @@ from mhla_diffusion.evaluation.vbench_prompts import (
     read_suite,
     video_name,
 )
+from mhla_diffusion.training import checkpoints
 from mhla_diffusion.training.video_files import write_mp4
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "evaluate_vbench.py"
@@ -416,6 +418,35 @@ def test_dimensions_run_one_at_a_time_and_resume(videos, suite_file, fake_vbench
     assert fake_vbench.read_text().splitlines()[3:] == ["subject_consistency cpu False"]
 
 
+def test_two_runs_that_fill_one_folder_leave_each_others_results(
+    videos, suite_file, fake_vbench, tmp_path, monkeypatch
+):
+    """While one run measures flickering, another one measures the rest."""
+    out, measured = tmp_path / "out", vbench.temporal_flickering
+
+    def meanwhile(*arguments):
+        evaluate(videos, suite_file, out, ["color", "object_class"])
+        return measured(*arguments)
+
+    monkeypatch.setattr(vbench, "temporal_flickering", meanwhile)
+    evaluate(videos, suite_file, out, ["temporal_flickering", "color", "object_class"])
+    assert fake_vbench.read_text().split()[::3] == ["color", "object_class"]
+    assert read_scores(out).keys() == {"temporal_flickering", "color", "object_class"}
+
+
+def test_two_processes_write_one_file_at_once(tmp_path, monkeypatch):
+    path, sync = tmp_path / "results.json", checkpoints._sync
+
+    def interrupted(written):  # by another process that writes the same file, before this one has renamed its own
+        monkeypatch.setattr(checkpoints, "_sync", sync)
+        checkpoints.write_whole(path, "of the other one")
+        sync(written)
+
+    monkeypatch.setattr(checkpoints, "_sync", interrupted)
+    checkpoints.write_whole(path, "of this one")
+    assert path.read_text() == "of this one" and os.listdir(tmp_path) == ["results.json"]
+
+
 def test_a_failed_dimension_does_not_stop_the_others(videos, suite_file, fake_vbench, tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_VBENCH_FAILS", "color")
     with pytest.raises(UserError, match="vbench failed on color, its messages are above"):
@@ -494,6 +525,28 @@ def test_generated_videos_are_found_scored_and_summed_up(suite_file, tmp_path, s
     totals = json.loads((tmp_path / "totals.json").read_text())
     flickering = read_scores(tmp_path / "results")["temporal_flickering"]
     assert totals["total"] == total_scores(row(WAN) | {"temporal_flickering": flickering})["total"]
+
+
+def test_dimensions_are_added_to_a_folder_of_videos_in_any_order(suite_file, tmp_path, script, monkeypatch, capsys):
+    monkeypatch.setattr("mhla_diffusion.pipelines.generate.load_pipeline", lambda *args: FilmingPipeline())
+    made = ["--pipeline", "any", "--prompts", suite_file, "--fps", 8, "--batch-size", 8]
+    places = {name: tmp_path / name for name in ("whole", "parts")}
+    assert script("generate", *made, "--out", places["whole"]) == 0
+    assert script("generate", *made, "--out", places["parts"], "--dimensions", "color") == 0
+    some = os.listdir(places["parts"] / "videos")
+    assert 0 < len(some) < 40
+    assert script("generate", *made, "--out", places["parts"], "--dimensions", "temporal_flickering") == 0
+    for place in places.values():
+        assert script("generate", *made, "--out", place) == 0
+    assert script("generate", *made, "--out", places["parts"], "--dimensions", "color") == 0
+    assert f"{len(some)} were there" in capsys.readouterr().out
+    whole, parts = ({p.name: p.read_bytes() for p in (place / "videos").iterdir()} for place in places.values())
+    assert len(whole) == 40 and parts == whole
+    whole, parts = (sorted((place / "labels.jsonl").read_text().splitlines()) for place in places.values())
+    assert parts == whole and len(parts) == 40
+    assert json.loads((places["parts"] / "generation.json").read_text())["num_images"] == 40
+    assert script("generate", *made, "--out", places["parts"], "--dimensions", "color", "--seed", 1) == 2
+    assert "made with seed=0, now it is 1; choose a new folder" in capsys.readouterr().err
 
 
 def test_quick_check_needs_no_prompts(videos, tmp_path, script, monkeypatch, capsys):

@@ -51,6 +51,8 @@ def evaluate_videos(
 ) -> dict[str, Path]:
     """Score the videos of a folder, one dimension after the other; a result of the same videos is left as it is.
 
+    Several processes may fill one folder; they leave each other's results, and measure what is begun twice.
+
     Args:
         videos: a folder with `{prompt}-{k}.mp4`, k from 0 to 4.
         suite: the prompts, see `read_suite`.
@@ -84,6 +86,8 @@ def evaluate_videos(
         _check_vbench(python)
     failed = []
     for name in to_do:
+        if _is_current(out, name, entries[name]):  # another process that fills this folder has been here meanwhile
+            continue
         (out / f"{name}{RESULTS}").unlink(missing_ok=True)
         write_whole(out / f"{name}{VIDEO_LIST}", _json(entries[name]))
         if name in COMPUTED_HERE:

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -65,9 +66,12 @@ def whole_folder(target: Path, synced: bool = True) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Give a temporary path to write; when the block ends without an error that file becomes `path`."""
-    temporary = path.with_name(f"{TEMPORARY}{path.name}")
+def whole_file(path: Path, name: str | None = None) -> Iterator[Path]:
+    """Give a temporary path to write; when the block ends without an error that file becomes `path`.
+
+    `name` distinguishes it from those of other processes; None: a killed one's is written anew.
+    """
+    temporary = path.with_name(f"{TEMPORARY}{name or path.name}")
     try:
         yield temporary
     except BaseException:
@@ -79,8 +83,11 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that a reader finds the old content or the new one, never a part."""
-    with whole_file(path) as temporary:
+    """Write a text file so that a reader finds the old content or the new one, never a part.
+
+    Several processes may write the same file at once; that of the last one stays.
+    """
+    with whole_file(path, f"{uuid.uuid4().hex[:12]}{path.suffix}") as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
