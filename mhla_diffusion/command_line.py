@@ -12,11 +12,12 @@ from .errors import UserError
 REFUSED, STOPPED = 2, 130  # exit codes: what was asked for cannot be done; ended by Ctrl-C, as shells have it
 
 
-def exit_code(work: Callable[[], str | None]) -> int:
+def exit_code(work: Callable[[], str | None], interrupted: str = "") -> int:
     """Do a script's work, print what it returns, and return the exit code; 0 where all went well.
 
-    A `UserError` becomes one line on standard error and code 2, Ctrl-C one line and code 130. Of several processes that
-    were launched together only the first one speaks, unless an error is known to this one alone (`of_one_process`).
+    A `UserError` becomes one line on standard error and code 2, Ctrl-C one line that ends with `interrupted` and code
+    130. Of several processes that were launched together only the first one speaks, unless an error is known to this
+    one alone (`of_one_process`).
     """
     is_main = os.environ.get("RANK", "0") == "0"
     try:
@@ -27,7 +28,8 @@ def exit_code(work: Callable[[], str | None]) -> int:
         return REFUSED
     except KeyboardInterrupt:
         if is_main:
-            print("\nstopped by Ctrl-C" if sys.stderr.isatty() else "stopped by Ctrl-C", file=sys.stderr)
+            line = "\n" if sys.stderr.isatty() else ""
+            print(f"{line}stopped by Ctrl-C{interrupted}", file=sys.stderr)
         return STOPPED
     if told and is_main:
         print(told)

@@ -37,7 +37,7 @@ def cache(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    return exit_code(lambda: cache(args))
+    return exit_code(lambda: cache(args), "; the same command goes on")
 
 
 if __name__ == "__main__":

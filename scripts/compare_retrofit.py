@@ -80,7 +80,7 @@ def compare(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    return exit_code(lambda: compare(args))
+    return exit_code(lambda: compare(args), "; the same command goes on")
 
 
 if __name__ == "__main__":

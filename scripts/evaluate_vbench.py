@@ -86,7 +86,8 @@ def summarize(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    return exit_code(lambda: {"generate": generate, "run": run, "summarize": summarize}[args.command](args))
+    work = {"generate": generate, "run": run, "summarize": summarize}[args.command]
+    return exit_code(lambda: work(args), "; the same command goes on")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def train(args: argparse.Namespace) -> str | None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    return exit_code(lambda: train(args))
+    return exit_code(lambda: train(args), "; --resume latest goes on from the last checkpoint, if there is one")
 
 
 if __name__ == "__main__":

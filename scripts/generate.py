@@ -53,7 +53,7 @@ def generate(args: argparse.Namespace) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
-    return exit_code(lambda: generate(args))
+    return exit_code(lambda: generate(args), "; the same command goes on")
 
 
 if __name__ == "__main__":
