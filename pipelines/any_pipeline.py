@@ -193,6 +193,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_taken(
     name: str, parameters: dict[str, inspect.Parameter], keys: Collection[str], call: dict[str, Any]
 ) -> None:
+    if missing := [key for key in _required(parameters) if key not in keys and key not in call]:
+        raise UserError(f"{name} needs {' and '.join(missing)}, which cannot be given here; call it from Python")
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for key in sorted({*keys, *call}):
@@ -206,6 +208,14 @@ def _check_steps(name: str, steps: int | None, trained: int | None) -> None:
             f"num_inference_steps={steps} must be at most {trained}, the timesteps that the scheduler of this {name} "
             "has"
         )
+
+
+def _required(parameters: dict[str, inspect.Parameter]) -> list[str]:
+    """What a call does not do without: what has no default, and what stands before the prompt (an image, a video)."""
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [key for key, p in parameters.items() if p.kind not in several and key != "self"]
+    first = names[: names.index("prompt")] if "prompt" in names else []
+    return [key for key in names if key in first or parameters[key].default is inspect.Parameter.empty]
 
 
 def _check_text(pipeline: DiffusionPipeline, conditions: list[dict[str, Any]], parameters: dict) -> None:

@@ -14,12 +14,13 @@ import av
 import numpy as np
 import pytest
 import torch
+from diffusers import WanImageToVideoPipeline, WanVideoToVideoPipeline
 from dit_models import small_dit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from sana_components import UNCHANGED, small_components
-from wan_models import mhla_transformer
+from wan_models import mhla_transformer, stock_transformer
 from wan_models import small_components as wan_components
 
 from mhla_diffusion import apply_mhla
@@ -149,6 +150,14 @@ def test_accepted_names_stay_in_the_folder_and_fit(name):
     path = Path("/out") / file_name(0, name)
     assert path.is_relative_to("/out") and ".." not in path.parts and not path.name.startswith(".")
     assert all(len(part.encode()) <= 255 for part in path.parts)
+
+
+@pytest.mark.parametrize(("cls", "what"), [(WanImageToVideoPipeline, "image"), (WanVideoToVideoPipeline, "video")])
+def test_pipelines_that_begin_with_an_image_or_a_video_are_refused(tmp_path, cls, what):
+    pipeline = cls(transformer=stock_transformer(in_channels=12), **wan_components())
+    with pytest.raises(UserError, match=f"^{cls.__name__} needs {what}, which cannot be given here"):
+        generate_images(pipeline, PROMPTS, tmp_path / "out", **VIDEOS)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
