@@ -8,7 +8,7 @@ import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import diffusers
 import torch
@@ -180,6 +180,9 @@ def _pipeline_around(model: nn.Module, components: str) -> Any:
         cls = getattr(pipelines, f"MHLA{name}", None) or getattr(diffusers, name, None)
         if cls is None:
             raise UserError(f"the components {components!r} are of a {name}, which is not known here.")
+        taken = get_type_hints(cls.__init__).get("transformer", object)
+        if not isinstance(model, taken):
+            raise UserError(f"the components {components!r} are of a {name}, which takes no {type(model).__name__}.")
         return cls.from_pretrained(components, transformer=model)
     except UserError:
         raise

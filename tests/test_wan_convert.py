@@ -231,6 +231,23 @@ def test_the_command_makes_a_pipeline_that_generates(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("SanaPipeline", "are of a SanaPipeline, which takes no MHLAWanTransformer3DModel"),
+        ("DiTPipeline", "are of a DiTPipeline, which takes no MHLAWanTransformer3DModel"),
+        ("WanImageToVideoPipeline", "cannot be read"),  # of the family, but with nothing in it
+    ],
+)
+def test_components_of_another_family_are_refused(tmp_path, name, message):
+    save_file(published()[1], tmp_path / "wan.safetensors")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "model_index.json").write_text(json.dumps({"_class_name": name}))
+    with pytest.raises(UserError, match=message):
+        from_public("wan", tmp_path / "wan.safetensors", tmp_path / "out", str(tmp_path / "parts"), (2, 2, 3))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
     ("content", "message"),
     [
         (b"not weights", "is damaged, or holds more than tensors"),
