@@ -146,6 +146,12 @@ def test_components_that_cannot_be_had_are_told_by_their_key(tmp_path, monkeypat
         assert "\n" not in str(caught.value)
 
 
+def test_a_pretrained_model_without_parts_is_one_that_can_be_had(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="model.pretrained 'nobody/nothing-of-that-name' cannot be read"):
+        load_components(ModelOptions(pretrained="nobody/nothing-of-that-name"))
+
+
 def test_no_module_is_imported_because_a_checkpoint_names_it(tmp_path, monkeypatch):
     folder = dit_pipeline(tmp_path / "pipe")
     (tmp_path / "weights_of_mine.py").write_text("raise SystemExit('imported')\nclass Thing: pass\n")

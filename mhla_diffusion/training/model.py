@@ -130,6 +130,8 @@ def load_components(
     if path is None or (path != options.components and Path(path).is_file()):
         return {}
     if not _is_pipeline(path) and not options.components:
+        if not Path(path).is_dir():
+            _check_bare(family_named(options.family), path)
         return {}
     try:
         index = DiffusionPipeline.load_config(path)
@@ -266,6 +268,14 @@ def _is_pipeline(path: str) -> bool:
     except OSError:
         return False  # a bare transformer, or nothing; loading that says which
     return True
+
+
+def _check_bare(family: Family, path: str) -> None:
+    """Raise `UserError` where there is no transformer at a hub id either."""
+    try:
+        family.base_class.load_config(path)
+    except OSError as error:
+        raise _unreadable(path, error) from None
 
 
 def _unreadable(path: str, error: Exception, key: str = "model.pretrained") -> UserError:
