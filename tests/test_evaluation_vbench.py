@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from painting_pipelines import FilmingPipeline
+from painting_pipelines import FilmingPipeline, PaintingPipeline
 
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.evaluation import vbench
@@ -547,6 +547,13 @@ def test_dimensions_are_added_to_a_folder_of_videos_in_any_order(suite_file, tmp
     assert json.loads((places["parts"] / "generation.json").read_text())["num_images"] == 40
     assert script("generate", *made, "--out", places["parts"], "--dimensions", "color", "--seed", 1) == 2
     assert "made with seed=0, now it is 1; choose a new folder" in capsys.readouterr().err
+
+
+def test_a_pipeline_of_images_is_refused(suite_file, tmp_path, script, monkeypatch, capsys):
+    monkeypatch.setattr("mhla_diffusion.pipelines.generate.load_pipeline", lambda *args: PaintingPipeline())
+    assert script("generate", "--pipeline", "sana", "--prompts", suite_file, "--out", tmp_path / "out") == 2
+    assert "pipeline='sana', a PaintingPipeline, makes none" in capsys.readouterr().err
+    assert not list((tmp_path / "out").rglob("*.png"))
 
 
 def test_quick_check_needs_no_prompts(videos, tmp_path, script, monkeypatch, capsys):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from ..errors import UserError
 from .vbench import required_suite
 from .vbench_prompts import awkward_names, check_file_system, conditions, read_suite
 
@@ -32,8 +33,9 @@ def generate_videos(
         seed, **numbers: see `generate_images`.
 
     Raises:
-        UserError: what these functions raise; numbers and prompts are looked at before the pipeline is loaded.
+        UserError: what these functions raise, or a pipeline that makes no videos; numbers and prompts are looked at before the pipeline is loaded.
     """
+    from ..pipelines.any_pipeline import makes_videos
     from ..pipelines.generate import check_options, check_saved, generate_images, load_pipeline
 
     check_options(out, **numbers)
@@ -41,6 +43,8 @@ def generate_videos(
     check_file_system(suite, out)
     check_saved(pipeline, ["prompt"], **numbers)
     loaded = load_pipeline(pipeline, dtype, device, vae_dtype)
+    if not makes_videos(loaded):
+        raise UserError(f"VBench scores videos, but pipeline={pipeline!r}, a {type(loaded).__name__}, makes none")
     report = generate_images(loaded, conditions(suite), out, seed=seed, **numbers)
     notes = [
         f"note: {text!r} cannot be a file name; its videos are {stem}-0.mp4 and so on"
