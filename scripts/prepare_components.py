@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from mhla_diffusion.command_line import exit_code
+from mhla_diffusion.errors import UserError
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -27,6 +28,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=64, help="side of the images in pixels (default: 64)")
     parser.add_argument("--steps", type=int, help="of the VAE's training (default: sana 1500, wan 300)")
     parser.add_argument("--batch-size", type=int, metavar="N", help="crops or clips per step (default: sana 16, wan 2)")
+    parser.add_argument("--num-frames", type=int, metavar="N", help="wan: of a clip, 4k + 1 (default: 33)")
+    parser.add_argument("--fps", type=float, help="wan: frames per second at which videos are read (default: 24)")
     parser.add_argument("--seed", type=int, default=0, help="all random numbers follow from it (default: 0)")
     return parser.parse_intermixed_args(argv)
 
@@ -39,7 +42,10 @@ def prepare(args: argparse.Namespace) -> str:
     from mhla_diffusion.training.components_wan import write_wan_components
 
     write = {"sana": write_sana_components, "wan": write_wan_components}[args.family]
-    given = {"steps": args.steps, "batch_size": args.batch_size}
+    of_clips = {"num_frames": args.num_frames, "fps": args.fps}
+    if args.family != "wan" and of_clips != {"num_frames": None, "fps": None}:
+        raise UserError("--num-frames and --fps are of videos, and go with wan only")
+    given = {"steps": args.steps, "batch_size": args.batch_size, **of_clips}
     given = {name: value for name, value in given.items() if value is not None}
     report = write(args.out, args.data, args.size, seed=args.seed, **given)
     images, seen = ([to_pil_image((image + 1) / 2) for image in row] for row in report.pictures)

@@ -33,14 +33,20 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("out", metavar="OUT", help="folder to write; it must be new or empty")
     parser.add_argument("--size", type=int, help="side in pixels: digits 8 or 16 (default), all others 64")
     parser.add_argument("--videos", metavar="DIR", help="clips: a folder of videos with captions in metadata.jsonl")
+    parser.add_argument("--num-frames", type=int, metavar="N", help="clips: length of each, 4k + 1 (default: 33)")
+    parser.add_argument("--fps", type=float, help="clips: frames per second (default: 24)")
     return parser.parse_intermixed_args(argv)
 
 
 def prepare(args: argparse.Namespace) -> str:
     if (args.dataset == "clips") != (args.videos is not None):
         raise UserError("--videos names the videos that clips are cut from, and goes with no other data set")
+    of_clips = {"num_frames": args.num_frames, "fps": args.fps}
+    given = {key: value for key, value in {"size": args.size, **of_clips}.items() if value is not None}
+    if args.dataset != "clips" and given.keys() & of_clips.keys():
+        raise UserError("--num-frames and --fps are of clips, and go with no other data set")
     places = [args.out] if args.videos is None else [args.videos, args.out]
-    counts = WRITERS[args.dataset](*places, **({} if args.size is None else {"size": args.size}))
+    counts = WRITERS[args.dataset](*places, **given)
     return f"{counts['train']:,} training and {counts['test']:,} held-out samples in {args.out}"
 
 

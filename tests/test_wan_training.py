@@ -218,12 +218,36 @@ def test_a_number_of_frames_that_the_vae_has_no_latents_for_ends_the_command_wit
         finetune(config)
 
 
+def test_videos_that_are_too_short_for_a_command_are_told_with_its_own_options(digits, tmp_path):
+    with pytest.raises(
+        UserError, match="shorter than 33 frames .* the longest has 14; lower --num-frames or raise --f"
+    ):
+        write_wan_components(tmp_path / "parts", str(digits / "train"), size=32)
+    with pytest.raises(UserError, match="; lower --num-frames or raise --fps$"):
+        cut_clips(digits / "train", tmp_path / "clips", size=32)
+
+
+def test_samples_that_the_pipeline_cannot_make_are_told_at_the_start(digits, tmp_path, monkeypatch):
+    parts = write_wan_components(tmp_path / "parts", str(digits / "train"), size=32, steps=1, num_frames=5, fps=16)
+    arguments = [
+        f"model.components={parts.folder}", f"data.train={digits / 'train'}", "data.validation=null", "data.size=24",
+        "data.num_frames=5", "data.fps=16", "train.steps=1", "validation.images=1", f"output_dir={tmp_path / 'run'}",
+    ]  # fmt: skip
+    monkeypatch.setattr("mhla_diffusion.training.loop.Learner", lambda *_, **__: pytest.fail("training began"))
+    with pytest.raises(UserError, match="samples of 5×24×24 pixels.* multiples of 16; change data.size"):
+        finetune(load_config(ROOT / "configs" / "wan_tiny.yaml", arguments))
+    with pytest.raises(UserError, match="--size 24 does not suit the pipeline; a multiple of 16 is accepted"):
+        write_wan_components(tmp_path / "others", str(digits / "train"), size=24)
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["clips", "out"], "--videos names the videos"),
         (["digits", "out", "--videos", "x"], "--videos names the videos"),
         (["clips", "out", "--videos", "nowhere"], "--videos is 'nowhere', which is not a folder"),
+        (["digits", "out", "--fps", "8"], "--num-frames and --fps are of clips"),
+        (["clips", "out", "--videos", ".", "--num-frames", "8"], "--num-frames is 8; 4k + 1 frames are accepted"),
     ],
 )
 def test_the_command_that_prepares_data_says_what_is_wrong(tmp_path, arguments, reason):

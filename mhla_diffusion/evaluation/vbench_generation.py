@@ -33,7 +33,8 @@ def generate_videos(
         seed, **numbers: see `generate_images`.
 
     Raises:
-        UserError: what these functions raise, or a pipeline that makes no videos; numbers and prompts are looked at before the pipeline is loaded.
+        UserError: what these functions raise, or a pipeline that makes no videos. Numbers and prompts are looked at
+            before it is loaded.
     """
     from ..pipelines.any_pipeline import makes_videos
     from ..pipelines.generate import check_options, check_saved, generate_images, load_pipeline

@@ -67,7 +67,7 @@ class VideoFolder:
         self.root, self.options, self.flip = Path(root), options, flip
         if not self.root.is_dir():
             raise UserError(f"{key} is {str(root)!r}, which is not a folder; a folder of videos is expected")
-        check_rates(options)
+        check_rates(options, key)
         buckets = open_buckets(options) or {(options.size, options.size): 1.0}
         names = self._names(key)
         captions = read_captions(self.root, names, "video")
@@ -147,9 +147,12 @@ class VideoFolder:
         rule, clip = self.options.short_clips, f"{self.options.num_frames} frames at {self.options.fps:g} per second"
         if rule == "skip" and len(self.short) == len(infos):
             longest = max(info.frames_at(self.options.fps) for info in infos)
+            hint = f"lower {_option(key, 'num_frames')} or raise {_option(key, 'fps')}"
+            if not key.startswith("--"):
+                hint += ", or set data.short_clips to loop or hold"
             raise UserError(
                 f"all {len(infos)} videos of {key} {self.root} are shorter than {clip}, the longest has {longest}; "
-                "lower data.num_frames or raise data.fps, or set data.short_clips to loop or hold"
+                f"{hint}"
             )
         done = {"skip": "are left out", "loop": "begin again", "hold": "stand still at their end"}[rule]
         if os.environ.get("RANK", "0") == "0":  # once, not in every process
@@ -183,11 +186,16 @@ class DamagedVideos:
         return f"; the first: {next(iter(self.sentences.values()))}" if self.sentences else ""
 
 
-def check_rates(options: DataOptions) -> None:
+def check_rates(options: DataOptions, key: str = "data.train") -> None:
     """Raise `UserError` unless `num_frames` is 4k + 1, as video autoencoders take them, and `fps` is positive."""
     frames = options.num_frames
     if frames < 1 or frames % 4 != 1:
         near = 4 * max(0, round((frames - 1) / 4)) + 1
-        raise UserError(f"data.num_frames is {frames}; 4k + 1 frames are accepted, such as {near}")
+        raise UserError(f"{_option(key, 'num_frames')} is {frames}; 4k + 1 frames are accepted, such as {near}")
     if not 0 < options.fps < 1000:
-        raise UserError(f"data.fps is {options.fps}; frames per second between 0 and 1000 are accepted")
+        raise UserError(f"{_option(key, 'fps')} is {options.fps}; frames per second between 0 and 1000 are accepted")
+
+
+def _option(key: str, name: str) -> str:
+    """A data option as the user spells it who named the videos by `key`: in a config, or to a command."""
+    return f"--{name.replace('_', '-')}" if key.startswith("--") else f"data.{name}"
