@@ -56,6 +56,7 @@ class Family(ABC):
     trained_with_softmax: ClassVar[bool]  # then a fresh retrofit makes noise until it is fine-tuned
     presets: ClassVar[dict[str, dict[str, Any]]]  # name -> arguments of the model class
     one_size: ClassVar[bool] = False  # the model makes images of its `sample_size` only
+    pipeline_multiple: ClassVar[int] = 1  # of which the pipeline takes heights and widths in pixels, whatever its VAE
     takes_text: ClassVar[bool] = False  # conditions are captions; otherwise class labels
     text_components: ClassVar[tuple[str, ...]] = ()  # those of the pipeline that `encode_prompts` uses
 

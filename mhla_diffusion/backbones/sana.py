@@ -29,6 +29,7 @@ class SanaFamily(Family):
     default_config = MHLAConfig(blocks=(4, 4), eps=1e-15)
     linear_blocks = (1, 1)
     trained_with_softmax = False
+    pipeline_multiple = 32
     takes_text = True
     text_components = ("tokenizer", "text_encoder")
     presets = {

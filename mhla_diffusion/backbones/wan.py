@@ -31,6 +31,7 @@ class WanFamily(Family):
     default_config = MHLAConfig(blocks=(3, 5, 10), normalize=False, head_norm=True, gate=True)
     linear_blocks = (1, 1, 1)
     trained_with_softmax = True
+    pipeline_multiple = 16
     takes_text = True
     text_components = ("tokenizer", "text_encoder")
     presets = {

@@ -84,6 +84,16 @@ def sample_shape(source: ImageSource, config: TrainConfig) -> tuple[int, ...]:
     return square if config.data.num_frames == 1 else (config.data.num_frames, *square)
 
 
+def _check_sides(shape: tuple[int, ...], multiple: int, count: int) -> None:
+    """Raise `UserError` for a height or width that the pipeline, which makes the samples, does not take."""
+    if any(side % multiple for side in shape[-2:]):
+        raise UserError(
+            f"validation.images is {count}, but samples of {'×'.join(map(str, shape))} pixels, as the data are, cannot "
+            f"be made: the pipeline takes multiples of {multiple}; change data.size or data.buckets, or set "
+            "validation.images to 0"
+        )
+
+
 def validation_grid(
     family: Family,
     model: nn.Module,
@@ -258,10 +268,11 @@ class Validation:
                     f"validation.images is {config.validation.images}, but no pipeline with a VAE is named to decode "
                     "them; name one in model.components, or set it to 0"
                 )
+            self.shape = sample_shape(shown.source, config)
+            _check_sides(self.shape, self.family.pipeline_multiple, config.validation.images)
             # By one process, because a text encoder that training does without may have to be loaded for it.
             rows = on_main_process(accelerator, lambda: {k: v.cpu() for k, v in grid_conditions(shown, config).items()})
             self.conditions = {name: value.to(accelerator.device) for name, value in rows.items()}
-            self.shape = sample_shape(shown.source, config)
 
     def __call__(
         self, prepared: nn.Module, ema: EMAModel | None, batch_size: int, videos: Path | None = None, **changes: Any
