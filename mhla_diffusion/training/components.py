@@ -10,7 +10,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from .data import read_batches
 from .sources import open_source
 
 MAX_IMAGES = 20_000  # of a larger data set the first are enough for a small VAE
-PIPELINE_MULTIPLE = 32  # SanaPipeline makes images whose sides are multiples of it, whatever its VAE
 LATENT_PENALTY = 1e-3  # keeps the latents of all channels near zero mean and alike in size
 SPECIAL_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
 
@@ -74,10 +73,9 @@ def write_sana_components(
         UserError: for a size that SanaPipeline does not take, captions that are missing, or an `out` that is not empty.
     """
     from diffusers import DPMSolverMultistepScheduler, SanaPipeline
-    from diffusers.utils import logging
 
     out, clock = Path(out), time.perf_counter()
-    check_arguments(out, size, PIPELINE_MULTIPLE, steps, batch_size)
+    check_arguments(out, size, SANA.pipeline_multiple, steps, batch_size)
     images, captions = read_captioned_images(data, size, SANA)
     device = usable_device()
     with torch.random.fork_rng():
@@ -85,10 +83,21 @@ def write_sana_components(
         vae, tokenizer = sana_vae().to(device), gemma_tokenizer([*complex_human_instruction(), *captions])
         text_encoder = gemma_encoder(len(tokenizer), tokenizer.pad_token_id)
     held_out, learned = images[::16], images[torch.arange(len(images)) % 16 != 0]
-    train_autoencoder(vae, learned, steps, batch_size, crop=size // 2, seed=seed)
+    generator = sample_generator(seed, "components", 0)
+    train_autoencoder(vae, lambda: crop_loss(vae, learned, batch_size, size // 2, generator), steps, warmup=50)
     pictures, psnr = finish_autoencoder(vae, learned, held_out)
     scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
     pipeline = SanaPipeline(tokenizer, text_encoder, vae.cpu(), None, scheduler)
+    save_components(pipeline, out)
+    parameters = {"VAE": count_parameters(vae), "text encoder": count_parameters(text_encoder)}
+    seconds = time.perf_counter() - clock
+    return ComponentsReport(out, len(images), psnr, len(tokenizer), parameters, seconds, pictures)
+
+
+def save_components(pipeline: Any, out: Path) -> None:
+    """Write a pipeline without a transformer as the folder `out`, which appears whole."""
+    from diffusers.utils import logging
+
     shown = logging.get_verbosity()
     logging.set_verbosity_error()  # that there is no transformer to save
     try:
@@ -98,9 +107,6 @@ def write_sana_components(
         raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
     finally:
         logging.set_verbosity(shown)
-    parameters = {"VAE": count_parameters(vae), "text encoder": count_parameters(text_encoder)}
-    seconds = time.perf_counter() - clock
-    return ComponentsReport(out, len(images), psnr, len(tokenizer), parameters, seconds, pictures)
 
 
 def check_arguments(out: Path, size: int, multiple: int, steps: int, batch_size: int) -> None:
@@ -168,37 +174,38 @@ def sana_vae() -> nn.Module:
     )
 
 
-def train_autoencoder(
-    vae: nn.Module, images: Tensor, steps: int, batch_size: int, crop: int, seed: int, lr: float = 3e-3
-) -> None:
-    """Train `vae` in place to reconstruct random crops of `images` (N, 3, H, W) uint8.
+def crop_loss(vae: nn.Module, images: Tensor, batch_size: int, crop: int, generator: torch.Generator) -> Tensor:
+    """How well `vae` reconstructs random crops of `images` (N, 3, H, W) uint8.
 
-    The loss is the mean absolute plus the mean squared error, with a small penalty on the size of the latents, without
-    which their means would be far from the zero that diffusion needs.
+    The mean absolute plus the mean squared error, with a small penalty on the size of the latents, without which their
+    means would be far from the zero that diffusion needs.
     """
+    chosen = torch.randint(len(images), (batch_size,), generator=generator)
+    top, left = (int(torch.randint(side - crop + 1, (), generator=generator)) for side in images.shape[-2:])
+    real = to_floats(images[chosen, :, top : top + crop, left : left + crop], next(vae.parameters()).device)
+    latents = vae.encode(real).latent
+    error = vae.decode(latents).sample - real
+    return error.abs().mean() + error.square().mean() + LATENT_PENALTY * latents.square().mean()
+
+
+def train_autoencoder(vae: nn.Module, loss: Callable[[], Tensor], steps: int, warmup: int, lr: float = 3e-3) -> None:
+    """Train `vae` in place; each call of `loss` draws a batch and says how badly it is reconstructed."""
     vae.train()
     optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
-    warmup = min(50, steps)
+    warmup = min(warmup, steps)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
     )
-    generator = sample_generator(seed, "components", 0)
-    device = next(vae.parameters()).device
     with progress(range(steps), "training the VAE", steps) as bar:
         for step in bar:
-            chosen = torch.randint(len(images), (batch_size,), generator=generator)
-            top, left = (int(torch.randint(side - crop + 1, (), generator=generator)) for side in images.shape[-2:])
-            real = to_floats(images[chosen, :, top : top + crop, left : left + crop], device)
-            latents = vae.encode(real).latent
-            error = vae.decode(latents).sample - real
-            loss = error.abs().mean() + error.square().mean() + LATENT_PENALTY * latents.square().mean()
+            value = loss()
             optimizer.zero_grad()
-            loss.backward()
+            value.backward()
             nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             if step % 20 == 0:
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                bar.set_postfix(loss=f"{value.item():.3f}", refresh=False)
     vae.requires_grad_(False).eval()
 
 

@@ -6,7 +6,6 @@ on the published checkpoint.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..backbones import family_named
+from ..backbones.wan import WAN
 from ..devices import usable_device
 from ..errors import UserError
 from ..randomness import sample_generator
-from .checkpoints import whole_folder
-from .components import ComponentsReport, check_arguments, count_parameters, progress, to_floats
+from .components import (
+    ComponentsReport,
+    check_arguments,
+    count_parameters,
+    progress,
+    save_components,
+    to_floats,
+    train_autoencoder,
+)
 from .config import DataOptions
 from .data import UnreadableSample
 from .videos import DamagedVideos, VideoFolder
@@ -48,18 +54,18 @@ def write_wan_components(
     Args:
         out: folder to write, new or empty.
         data: a folder of captioned videos, as `data.train` of a training config takes it.
-        size: side of the clips in pixels, a multiple of 4.
+        size: side of the clips in pixels, a multiple of 16.
         steps, batch_size: of the VAE's training, on 5 frames of a clip at a time.
         seed: all random numbers follow from it.
         num_frames, fps: of the clips.
 
     Raises:
-        UserError: for a size that the VAE cannot halve, videos that cannot be used, or an `out` that is not empty.
+        UserError: for a size that WanPipeline does not take, videos that cannot be used, or an `out` that is not empty.
     """
     from diffusers import WanPipeline
 
     out, clock = Path(out), time.perf_counter()
-    check_arguments(out, size, 4, steps, batch_size)
+    check_arguments(out, size, WAN.pipeline_multiple, steps, batch_size)
     clips, captions = read_clips(data, DataOptions(size=size, num_frames=num_frames, fps=fps), seed)
     device = usable_device()
     with torch.random.fork_rng():
@@ -67,15 +73,12 @@ def write_wan_components(
         vae, tokenizer = wan_vae().to(device), t5_tokenizer(captions)
         text_encoder = umt5_encoder(len(tokenizer))
     held_out, learned = clips[::16], clips[torch.arange(len(clips)) % 16 != 0]
-    train_autoencoder(vae, learned, steps, batch_size, seed)
+    generator = sample_generator(seed, "components", "vae")
+    train_autoencoder(vae, lambda: run_loss(vae, learned, batch_size, 5, generator), steps, warmup=20)
     pictures, psnr = finish_autoencoder(vae, learned, held_out)
-    scheduler = family_named("wan").build_pipeline(None, {}).scheduler
+    scheduler = WAN.build_pipeline(None, {}).scheduler
     pipeline = WanPipeline(tokenizer, text_encoder, vae.cpu(), scheduler)
-    try:
-        with whole_folder(out) as folder:
-            pipeline.save_pretrained(folder)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror or error}") from None
+    save_components(pipeline, out)
     parameters = {"VAE": count_parameters(vae), "text encoder": count_parameters(text_encoder)}
     seconds = time.perf_counter() - clock
     return ComponentsReport(out, len(clips), psnr, len(tokenizer), parameters, seconds, pictures)
@@ -120,41 +123,21 @@ def wan_vae() -> nn.Module:
     )
 
 
-def train_autoencoder(
-    vae: nn.Module, clips: Tensor, steps: int, batch_size: int, seed: int, frames: int = 5, lr: float = 3e-3
-) -> None:
-    """Train `vae` in place to reconstruct runs of `frames` frames of `clips` (N, 3, T, H, W) uint8.
+def run_loss(vae: nn.Module, clips: Tensor, batch_size: int, frames: int, generator: torch.Generator) -> Tensor:
+    """How well `vae` reconstructs runs of `frames` frames of `clips` (N, 3, T, H, W) uint8.
 
-    The loss is the mean absolute plus the mean squared error, and a little of the Kullback-Leibler divergence.
+    The mean absolute plus the mean squared error, and a little of the Kullback-Leibler divergence.
     """
-    device = next(vae.parameters()).device
-    frames = min(frames, clips.shape[2])
-    vae.train()
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
-    warmup = min(20, steps)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
-    )
-    generator = sample_generator(seed, "components", "vae")
-    with progress(range(steps), "training the VAE", steps) as bar:
-        for step in bar:
-            chosen = torch.randint(len(clips), (batch_size,), generator=generator).tolist()
-            first = torch.randint(clips.shape[2] - frames + 1, (batch_size,), generator=generator).tolist()
-            real = torch.stack([clips[i, :, t : t + frames] for i, t in zip(chosen, first, strict=True)])
-            real = to_floats(real, device)
-            latents = vae.encode(real).latent_dist
-            noise = torch.randn(latents.mean.shape, generator=generator).to(device)
-            error = vae.decode(latents.mean + latents.std * noise).sample - real
-            divergence = 0.5 * (latents.mean.square() + latents.var - 1 - latents.logvar).mean()
-            loss = error.abs().mean() + error.square().mean() + KL_WEIGHT * divergence
-            optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            if step % 20 == 0:
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-    vae.requires_grad_(False).eval()
+    device, frames = next(vae.parameters()).device, min(frames, clips.shape[2])
+    chosen = torch.randint(len(clips), (batch_size,), generator=generator).tolist()
+    first = torch.randint(clips.shape[2] - frames + 1, (batch_size,), generator=generator).tolist()
+    real = torch.stack([clips[i, :, t : t + frames] for i, t in zip(chosen, first, strict=True)])
+    real = to_floats(real, device)
+    latents = vae.encode(real).latent_dist
+    noise = torch.randn(latents.mean.shape, generator=generator).to(device)
+    error = vae.decode(latents.mean + latents.std * noise).sample - real
+    divergence = 0.5 * (latents.mean.square() + latents.var - 1 - latents.logvar).mean()
+    return error.abs().mean() + error.square().mean() + KL_WEIGHT * divergence
 
 
 @torch.no_grad()
