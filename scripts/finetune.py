@@ -39,7 +39,8 @@ def train(args: argparse.Namespace) -> str | None:
     result = finetune(config, args.resume, args.allow_config_change)
     if not result.stopped_by:
         return None
-    return f"stopped by {result.stopped_by} and saved at step {result.step}; --resume latest goes on"
+    where = f"at step {result.step}" if result.step else "before the first step"
+    return f"stopped by {result.stopped_by} and saved {where}; --resume latest goes on"
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from training_runs import ROOT
@@ -98,3 +100,15 @@ def test_the_script_ends_with_status_2_and_one_line_on_bad_input():
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown config key 'train.stepz'")
     assert done.stderr.count("\n") == 1
+
+
+def test_the_script_says_where_a_run_was_stopped(monkeypatch, capsys):
+    spec = importlib.util.spec_from_file_location("finetune_script", ROOT / "scripts" / "finetune.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+
+    for step, where in ((0, "before the first step"), (7, "at step 7")):
+        stopped = SimpleNamespace(stopped_by="SIGINT", step=step)
+        monkeypatch.setattr("mhla_diffusion.training.finetune", lambda *_, stopped=stopped: stopped)
+        assert script.main([]) == 0
+        assert f"stopped by SIGINT and saved {where}; --resume latest goes on" in capsys.readouterr().out
