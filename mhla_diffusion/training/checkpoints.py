@@ -311,7 +311,10 @@ def _readable(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as opened:
             yield opened
     except (SafetensorError, OSError) as error:
-        raise UserError(f"checkpoint {path} cannot be read: {error}") from None
+        raise UserError(
+            f"checkpoint {path} cannot be read: {error}; remove the folder {path.parent.name}, and --resume latest "
+            "goes on from what was saved before it"
+        ) from None
 
 
 @contextlib.contextmanager
