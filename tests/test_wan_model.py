@@ -45,9 +45,7 @@ class DenseAttention:
     def __call__(self, attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb):
         config, own = self.config, self.processor
         query, key, value = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
-        query, key, value = (
-            x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value)
-        )
+        query, key, value = (x.unflatten(2, (attn.heads, -1)) for x in (attn.norm_q(query), attn.norm_k(key), value))
         if config.rope == "before":
             query, key = self.rotate(query, rotary_emb), self.rotate(key, rotary_emb)
         if config.feature_map == "relu":
