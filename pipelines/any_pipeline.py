@@ -193,13 +193,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_taken(
     name: str, parameters: dict[str, inspect.Parameter], keys: Collection[str], call: dict[str, Any]
 ) -> None:
+    takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key in sorted(keys):
+        if key not in parameters and not takes_any:
+            raise UserError(f"{name} takes no {key}")
     if missing := [key for key in _required(parameters) if key not in keys and key not in call]:
         raise UserError(f"{name} needs {' and '.join(missing)}, which cannot be given here; call it from Python")
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    for key in sorted({*keys, *call}):
-        if key not in parameters:
-            raise UserError(f"{name} takes no {key}" + (f"; leave out {key}={call[key]}" if key in call else ""))
+    for key in sorted(call):
+        if key not in parameters and not takes_any:
+            raise UserError(f"{name} takes no {key}; leave out {key}={call[key]}")
 
 
 def _check_steps(name: str, steps: int | None, trained: int | None) -> None:
