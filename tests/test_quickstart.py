@@ -96,3 +96,10 @@ def test_loss_curves_and_samples_become_pictures(tmp_path):
         with Image.open(picture) as image:
             assert image.format == "PNG" and len(image.convert("L").getcolors(1 << 16)) > 2
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_every_package_of_the_source_is_installed():
+    here = ROOT / "mhla_diffusion"
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in here.rglob("__init__.py")}
+    listed = set(re.findall(r'^    "(mhla_diffusion[\w.]*)",$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    assert listed == found | {"mhla_diffusion.pipelines"}
