@@ -296,6 +296,21 @@ def test_statistics_of_another_network_are_refused(digits, tmp_path):
         score(digits / "train", tmp_path / "other.npz")
 
 
+def test_damaged_statistics_are_one_sentence(digits, tmp_path):
+    path = tmp_path / "s.npz"
+    compute_statistics(digits / "train", "digits", device="cpu", progress=False).save(path)
+    content = bytearray(path.read_bytes())
+    content[2000:2100] = bytes(255 - byte for byte in content[2000:2100])
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="cannot be read as a statistics file"):
+        score(digits / "train", path)
+
+
+def test_a_batch_size_that_cannot_be_is_told(digits):
+    with pytest.raises(UserError, match="batch_size=0 must be at least 1"):
+        score(digits / "train", digits / "held_out", batch_size=0)
+
+
 def test_statistics_are_written_whole_or_not_at_all(digits, tmp_path, monkeypatch):
     statistics = compute_statistics(digits / "train", "digits", device="cpu", progress=False)
     statistics.save(tmp_path / "s.npz")

@@ -8,6 +8,7 @@ precision and recall with 3 neighbours against at most 10,000 reference images, 
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,7 @@ class ImageStatistics:
         try:
             with np.load(path, allow_pickle=False) as file:
                 arrays = {name: file[name] for name in file.files if name != "arr_0"}
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
             raise UserError(f"{str(path)!r} cannot be read as a statistics file ({error})") from None
         if "mu" not in arrays or "sigma" not in arrays:
             raise UserError(f"{str(path)!r} holds neither 'mu' and 'sigma' nor images 'arr_0', but {sorted(arrays)}")
@@ -141,6 +142,8 @@ def compute_statistics(
     Raises:
         UserError: no images, or fewer than two readable ones.
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size={batch_size} must be at least 1")
     images = source if isinstance(source, ImageSet) else ImageSet(source)
     network = (
         features if isinstance(features, FeatureNetwork) else load_feature_network(features, inception_weights, device)
