@@ -175,7 +175,8 @@ def test_stock_models_have_other_timestep_frequencies_and_keep_them():
 
 
 def test_embedders_that_differ_are_refused():
-    with pytest.raises(UserError, match="one embedder for all blocks, but transformer_blocks.1.norm1.emb.* differs"):
+    said = "one embedder for all blocks, but transformer_blocks.1.norm1.emb.* differs .* models read from an original"
+    with pytest.raises(UserError, match=said):
         DIT.to_original(disturb(small_dit()))
 
 

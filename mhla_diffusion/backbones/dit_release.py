@@ -173,7 +173,10 @@ def with_one_embedder(model: nn.Module) -> dict[str, Tensor]:
     for name, value in weights.items():
         head, found, rest = name.partition(".norm1.emb.")
         if found and not torch.equal(value, weights[f"transformer_blocks.0.norm1.emb.{rest}"]):
-            raise UserError(f"the original format has one embedder for all blocks, but {name} differs from block 0's.")
+            raise UserError(
+                f"the original format has one embedder for all blocks, but {name} differs from block 0's, as after "
+                "training diffusers' embedder per block; presets and models read from an original file keep one."
+            )
         result[f"embedder.{rest}" if found else name] = value
     return result
 
