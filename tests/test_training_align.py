@@ -277,12 +277,14 @@ def finetune_until_told(config, monkeypatch, steps):
         return finetune(config)
 
 
-def test_a_run_without_resume_does_not_take_up_an_old_stage(place, tmp_path, monkeypatch):
+def test_a_run_without_resume_does_not_overwrite_a_stage_that_was_begun(place, tmp_path, monkeypatch):
     config = aligned_config(place, tmp_path / "run")
     finetune_until_told(config, monkeypatch, steps=5)
-    finetune(config)
-    finetune(aligned_config(place, tmp_path / "whole"))
-    assert align_rows(tmp_path / "run") == align_rows(tmp_path / "whole")
+    state = tmp_path / "run" / "checkpoints" / "alignment" / "model.safetensors"
+    before = state.read_bytes()
+    with pytest.raises(UserError, match="already holds this run, in its alignment; continue it with --resume latest"):
+        finetune(config)
+    assert state.read_bytes() == before
 
 
 def test_a_signal_saves_the_stage_and_ends_the_run(place, tmp_path, monkeypatch):

@@ -62,6 +62,7 @@ def test_mhla_is_merged_by_field_and_an_empty_one_drops_it(tmp_path):
         ("train.ema_decay=1.5", "train.ema_decay is 1.5"),
         ("model.attention=softmx", "softmax, linear, mhla are accepted (did you mean 'softmax'?)"),
         ("data.channels=2", "data.channels is 2; 1 (greyscale) and 3 (colour) are accepted"),
+        ("train.seed=9223372036854775808", "train.seed is 9223372036854775808; a number below 2**63 is accepted"),
         ("steps", "argument 'steps' is not understood"),
     ],
 )

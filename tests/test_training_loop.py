@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import shutil
 import sys
 from types import SimpleNamespace
 
@@ -237,7 +238,9 @@ def test_another_number_of_classes_replaces_the_label_table_and_says_so(tmp_path
         ({"mhla": {"blocks": [2, 2, 2]}}, "blocks"),
         ({"mhla": {"layers": [7]}}, "layer 7"),
         ({"attention": "softmax", "mhla": {"cpe": True}}, "model.attention is 'softmax'"),
-        ({"pretrained": "nowhere/at/all"}, "neither a folder nor a hub id"),
+        ({"pretrained": "nowhere/at/all"}, "model.pretrained 'nowhere/at/all' is neither a folder nor a hub id"),
+        ({"overrides": {"num_layers": 0}}, "model.overrides.num_layers is 0; 1 or more is accepted"),
+        ({"overrides": {"num_attention_heads": 0}}, "model.overrides.num_attention_heads is 0; 1 or more is accepted"),
     ],
 )
 def test_a_model_that_cannot_be_had_is_told_before_any_step(tmp_path, model, said):
@@ -286,6 +289,11 @@ def test_a_start_that_was_refused_does_not_claim_the_folder(tmp_path):
     assert finetune(tiny_config(tmp_path, train={"steps": 1})).step == 1
 
 
+def test_an_option_that_the_objective_lacks_is_told(tmp_path):
+    with pytest.raises(UserError, match=r"train.objective {'shift': 3} does not suit model.family 'dit'"):
+        finetune(tiny_config(tmp_path, train={"objective": {"shift": 3}}))
+
+
 def test_a_run_can_be_made_longer(tmp_path):
     finetune(tiny_config(tmp_path, train={"schedule": "constant"}))
     result = finetune(tiny_config(tmp_path, train={"schedule": "constant", "steps": 8}), resume="latest")
@@ -324,6 +332,9 @@ def test_a_resume_with_other_images_is_refused(tmp_path):
     next((tmp_path / "images" / "0").iterdir()).unlink()
     with pytest.raises(UserError, match="has other samples"):
         finetune(config, resume="latest")
+    shutil.rmtree(tmp_path / "images" / "0")  # fewer classes, so that not even the weights fit
+    with pytest.raises(UserError, match="has other samples"):
+        finetune(config, resume="latest")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path):
@@ -336,6 +347,38 @@ def test_a_damaged_checkpoint_is_named(tmp_path):
     ) as caught:
         finetune(config, resume="latest")
     assert "\n" not in str(caught.value)
+    (weights.parent / "state.json").write_text("[]")
+    with pytest.raises(UserError, match=r"step-00000006 cannot be read: state.json has no step"):
+        finetune(config, resume="latest")
+
+
+@pytest.mark.parametrize("content", ["train: [", "nonsense: 1"])
+def test_a_damaged_config_of_a_run_is_named_with_its_folder(tmp_path, content):
+    config = tiny_config(tmp_path)
+    finetune(config)
+    (tmp_path / "run" / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=r"output_dir .*/run holds a run whose config.yaml cannot be read"):
+        finetune(config, resume="latest")
+
+
+def test_damaged_records_do_not_keep_a_run_from_going_on(tmp_path):
+    finetune(tiny_config(tmp_path, train={"schedule": "constant"}))
+    (tmp_path / "run" / "run.json").write_text('{"starts": 5}')
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'5\n"x"\n\xff\x00\n')
+    longer = tiny_config(tmp_path, train={"schedule": "constant", "steps": 8})
+    assert finetune(longer, resume="latest").step == 8
+    assert [step for step, _, _ in losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_metrics_that_cannot_be_written_at_the_start_are_one_sentence(tmp_path):
+    finetune(tiny_config(tmp_path, train={"schedule": "constant"}))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    longer = tiny_config(tmp_path, train={"schedule": "constant", "steps": 8})
+    with pytest.raises(UserError, match=r"/run cannot be written: Is a directory; the last good .*step-00000006"):
+        finetune(longer, resume="latest")
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,8 @@ def test_components_that_cannot_be_had_are_told_by_their_key(tmp_path, monkeypat
         with pytest.raises(UserError, match=f"model.components '{place}' cannot be read") as caught:
             load_components(ModelOptions(components=place))
         assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match="model.components '/nowhere' is neither a folder nor a hub id"):
+        load_components(ModelOptions(components="/nowhere"))
 
 
 def test_a_pretrained_model_without_parts_is_one_that_can_be_had(monkeypatch):

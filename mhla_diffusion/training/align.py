@@ -30,6 +30,7 @@ from .data import read_batches
 from .encoding import Encoder
 from .learning import parameter_groups
 from .metrics import MetricLog, peak_memory_gib
+from .run_folder import interrupted_state
 from .stage import agreed, batch_plan, check_same_data, progress_bar
 
 
@@ -87,7 +88,9 @@ def align_layers(
         accelerator.print(f"going on with the alignment from step {step}")
 
     plan = batch_plan(source, options, accelerator, seed, step, last)
-    log = MetricLog(folder, config.logging, step - last, config_to_dict(config), accelerator.is_main_process)
+    unwritable = (folder / "checkpoints", f"{folder} cannot be written")
+    with disk_errors(*unwritable):
+        log = MetricLog(folder, config.logging, step - last, config_to_dict(config), accelerator.is_main_process)
     batches = read_batches(source, plan, seed, config.data.num_workers)
     progress = progress_bar(config, accelerator, step, last, "alignment")
 
@@ -104,7 +107,7 @@ def align_layers(
 
     clock, stopped = (step, time.perf_counter()), False
     with (
-        disk_errors(folder / "checkpoints", f"{folder} cannot be written"),
+        disk_errors(*unwritable),
         contextlib.closing(log),
         contextlib.closing(batches),
         progress,
@@ -157,11 +160,6 @@ def align_layers(
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in learned)
     return step == last and not stopped
-
-
-def interrupted_state(run: Path) -> Path:
-    """Where a run keeps the state of its alignment until there is a checkpoint of step 0."""
-    return run / "checkpoints" / "alignment"
 
 
 def mhla_layers(family: Family, model: nn.Module) -> dict[str, nn.Module]:

@@ -33,6 +33,7 @@ TEMPORARY = ".tmp-"
 ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")  # of torch's AdamW
 STEP_FOLDER = re.compile(r"step-(\d{8})")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO}
+NO_ROOM |= {errno.EISDIR, errno.ENOTDIR}  # something else has the place
 
 
 # Whole or not at all -------------------------------------------------------------------------------------------------
@@ -201,11 +202,14 @@ def load_checkpoint(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """`state.json` of a checkpoint folder."""
+    """`state.json` of a checkpoint folder. Raises `UserError` where it is missing or damaged."""
     try:
-        return json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"checkpoint {folder} cannot be read: state.json: {error}") from None
+    if not isinstance(state, dict) or "step" not in state:
+        raise UserError(f"checkpoint {folder} cannot be read: state.json has no step")
+    return state
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -252,6 +252,8 @@ def _check_values(config: TrainConfig) -> None:
     for key, value in (("beta1", config.train.beta1), ("beta2", config.train.beta2)):
         if value >= 1:
             raise UserError(f"train.{key} is {value!r}; a value from 0 to below 1 is accepted")
+    if config.train.seed >= 2**63:
+        raise UserError(f"train.seed is {config.train.seed}; a number below 2**63 is accepted")
     if config.data.channels not in (1, 3):
         raise UserError(f"data.channels is {config.data.channels}; 1 (greyscale) and 3 (colour) are accepted")
 

@@ -18,9 +18,9 @@ from torch import nn
 from ..backbones import family_named
 from ..backbones.family import Family
 from ..errors import UserError
-from .align import align_layers, interrupted_state
+from .align import align_layers
 from .buckets import check_family, describe_shapes
-from .checkpoints import checkpoint_folder, checkpoints, disk_errors, on_main_process, prune_checkpoints
+from .checkpoints import checkpoint_folder, checkpoints, disk_errors, on_main_process, prune_checkpoints, read_state
 from .config import TrainConfig, config_to_dict
 from .data import ImageSource, read_batches
 from .encoding import Encoder, check_conditions, check_labels, encoded_shape, open_components
@@ -28,8 +28,8 @@ from .export import export_pipeline
 from .learner import Learner
 from .learning import adapter_parameters, choose_trainable
 from .metrics import MetricLog, mixing_statistics, peak_memory_gib
-from .model import check_fit, load_components, load_model
-from .run_folder import open_run
+from .model import check_fit, load_components, load_model, make_objective
+from .run_folder import interrupted_state, open_run
 from .sources import open_source
 from .stage import agreed, batch_plan, check_same_data, join_processes, progress_bar, stop_signals
 from .streams import UNKNOWN
@@ -77,7 +77,7 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     # The model, what of it learns, and what encodes the data -------------------------------------------------------
     torch.manual_seed(options.seed)
     model = load_model(config.model, len(source.class_names), say, options.align_steps)[1]
-    objective = family.objective(label_dropout=options.label_dropout, **options.objective)
+    objective = make_objective(family, options)
     objective.prepare_model(model)
     trainable_parameters = choose_trainable(family, model, options)
     say(describe(model, trainable_parameters, source))
@@ -105,10 +105,10 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     learner = Learner(model, objective, options, accelerator)
     first_step, window = 0, []
     if checkpoint is not None:
+        if not allow_config_change:  # first, because other classes do not fit the weights
+            check_same_data(config, source, read_state(checkpoint).get("data"), "add --allow-config-change")
         state = learner.load(checkpoint)
         first_step, window = state["step"], state["window"]
-        if not allow_config_change:
-            check_same_data(config, source, state["data"], "add --allow-config-change")
         say(f"going on from {checkpoint}")
     elif resume is not None:
         say(f"{folder} has no checkpoint yet: starting at step 0")
@@ -116,7 +116,9 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
         raise UserError(f"train.steps is {options.steps}, but the run is already at step {first_step}")
 
     plan = batch_plan(source, options, accelerator, options.seed, first_step, options.steps)
-    log = MetricLog(folder, config.logging, first_step, config_to_dict(config), accelerator.is_main_process)
+    unwritable = (folder / "checkpoints", f"{folder} cannot be written")
+    with disk_errors(*unwritable):
+        log = MetricLog(folder, config.logging, first_step, config_to_dict(config), accelerator.is_main_process)
 
     def validate(step: int, **changes: Any) -> dict[str, float]:
         videos = log.sample_folder(step) if step else None
@@ -150,7 +152,7 @@ def finetune(config: TrainConfig, resume: str | None = None, allow_config_change
     step, clock = first_step, (first_step, time.perf_counter())
     with (
         stop_signals() as stop,
-        disk_errors(folder / "checkpoints", f"{folder} cannot be written"),
+        disk_errors(*unwritable),
         contextlib.closing(log),
         contextlib.closing(batches),
         progress,

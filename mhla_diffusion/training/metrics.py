@@ -83,13 +83,15 @@ class MetricLog:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, float]]:
-    """The lines of a metrics.jsonl; a last line that was cut off by a kill is left out."""
+    """The lines of a metrics.jsonl; a line that is not whole, as after a kill or a full disk, is left out."""
     rows = []
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
+    for line in Path(path).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             continue
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 

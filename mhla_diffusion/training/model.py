@@ -15,12 +15,23 @@ from diffusers.utils import logging
 from torch import nn
 
 from ..backbones import family_named
-from ..backbones.family import Family
+from ..backbones.family import Family, Objective
 from ..convert import read_weights
 from ..errors import UserError
 from ..processor import MHLAConfig
 from ..retrofit import TRANSFORMERS, apply_mhla
-from .config import ModelOptions
+from .config import ModelOptions, TrainOptions
+
+# Model arguments that are counts, or sizes in tokens, pixels or channels.
+COUNTS = (
+    "num_layers",
+    "num_attention_heads",
+    "attention_head_dim",
+    "in_channels",
+    "out_channels",
+    "sample_size",
+    "patch_size",
+)
 
 
 def load_model(
@@ -33,6 +44,7 @@ def load_model(
     """
     family = family_named(options.family)
     mhla = _mhla_config(options, family)
+    _check_overrides(options.overrides)
     aligned = f"train.align_steps is {align_steps}, but "
     if align_steps and mhla is None:
         raise UserError(f"{aligned}model.attention is 'softmax', so no layer is replaced; set train.align_steps=0")
@@ -53,6 +65,16 @@ def load_model(
             say(f"the label table of {replaced} classes is replaced by a new one of {num_classes}; all else is kept")
 
     return family, model
+
+
+def make_objective(family: Family, options: TrainOptions) -> Objective:
+    """The training objective. Raises `UserError` for an entry of `train.objective` that the family's does not take."""
+    try:
+        return family.objective(label_dropout=options.label_dropout, **options.objective)
+    except TypeError as error:
+        raise UserError(
+            f"train.objective {options.objective} does not suit model.family {family.name!r}: {error}"
+        ) from None
 
 
 @torch.no_grad()
@@ -129,7 +151,7 @@ def load_components(
     key = "model.components" if options.components else "model.pretrained"
     if path is None or (path != options.components and Path(path).is_file()):
         return {}
-    if not _is_pipeline(path) and not options.components:
+    if not _is_pipeline(path, key) and not options.components:
         if not Path(path).is_dir():
             _check_bare(family_named(options.family), path)
         return {}
@@ -183,6 +205,13 @@ def _mhla_config(options: ModelOptions, family: Family) -> MHLAConfig | None:
     if options.attention == "linear":
         fields = {"cpe": False, **fields, "blocks": family.linear_blocks, "learn_mixing": False}
     return MHLAConfig.from_dict({**family.default_config.to_dict(), **fields})
+
+
+def _check_overrides(overrides: dict[str, Any]) -> None:
+    for name in COUNTS:
+        value = overrides.get(name, 1)
+        if isinstance(value, int) and value < 1:
+            raise UserError(f"model.overrides.{name} is {value}; 1 or more is accepted")
 
 
 def _build(family: Family, options: ModelOptions, mhla: MHLAConfig | None) -> nn.Module:
@@ -258,11 +287,11 @@ def _set_attention(
     return model
 
 
-def _is_pipeline(path: str) -> bool:
+def _is_pipeline(path: str, key: str = "model.pretrained") -> bool:
     if Path(path).is_dir():
         return (Path(path) / "model_index.json").is_file()
     if Path(path).exists() or path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UserError(f"{path!r} is neither a folder nor a hub id like owner/name")
+        raise UserError(f"{key} {path!r} is neither a folder nor a hub id like owner/name")
     try:
         DiffusionPipeline.load_config(path)
     except OSError:

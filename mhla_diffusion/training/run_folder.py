@@ -5,7 +5,7 @@ OUTPUT_DIR/config.yaml      the full config
            metrics.jsonl    one line per logged step
            tensorboard/     the same as curves, and the grids
            samples/         validation grids; of video models the films too
-           checkpoints/     step-00001000/ …
+           checkpoints/     step-00001000/ …; alignment/ before the first of them, of a stage that was interrupted
            pipeline/        the exported diffusers pipeline
            pipeline_lora/   of a run with LoRA, the adapters that are merged into the pipeline's weights
 """
@@ -71,7 +71,8 @@ def open_run(config: TrainConfig, resume: str | None, allow_config_change: bool 
         write_whole(folder / "config.yaml", config_to_yaml(config))
         _record_start(folder, start)
     except OSError as error:
-        raise UserError(f"output_dir {folder} cannot be written: {error.strerror}: {error.filename}") from None
+        place = f": {error.filename}" if error.filename else ""
+        raise UserError(f"output_dir {folder} cannot be written: {error.strerror or error}{place}") from None
     return start
 
 
@@ -87,7 +88,14 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: str | None, all
         return
     if not _has_results(folder):  # an earlier start was refused, or ended before its first logged step
         return
-    saved = config_to_dict(config_from_dict(read_yaml(folder / "config.yaml")))
+    kept, begun = checkpoints(folder / "checkpoints"), interrupted_state(folder).is_dir()
+    try:
+        saved = config_to_dict(config_from_dict(read_yaml(folder / "config.yaml")))
+    except UserError as error:
+        raise UserError(
+            f"output_dir {folder} holds a run whose config.yaml cannot be read ({error}); mend it, or choose a new "
+            "output_dir"
+        ) from None
     changed = {
         key: values
         for key, values in config_differences(saved, config_to_dict(config)).items()
@@ -99,10 +107,10 @@ def _refuse_other_run(folder: Path, config: TrainConfig, resume: str | None, all
             f"output_dir {folder} holds a run with another config ({listed}); choose a new output_dir, or continue it "
             "regardless with --resume latest --allow-config-change"
         )
-    kept = checkpoints(folder / "checkpoints")
-    if kept and not resume:
+    if (kept or begun) and not resume:
         raise UserError(
-            f"output_dir {folder} already holds this run, up to step {step_of(kept[-1])}; "
+            f"output_dir {folder} already holds this run, "
+            f"{f'up to step {step_of(kept[-1])}' if kept else 'in its alignment'}; "
             "continue it with --resume latest, or choose a new output_dir"
         )
 
@@ -130,6 +138,11 @@ def _find_checkpoint(folder: Path, resume: str | None) -> Path | None:
     return kept[-1]
 
 
+def interrupted_state(run: Path) -> Path:
+    """Where a run keeps the state of its alignment until there is a checkpoint of step 0."""
+    return run / "checkpoints" / "alignment"
+
+
 def _set_aside_newer(start: Path) -> None:
     """Going on from an older checkpoint: newer ones of the abandoned course must not be taken for the latest."""
     for path in checkpoints(start.parent):
@@ -153,7 +166,8 @@ def lock_folder(folder: Path, key: str) -> None:
 
 def _record_start(folder: Path, start: Path | None) -> None:
     this = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "from": start and str(start)}
-    update_record(folder, starts=[*read_record(folder).get("starts", []), this | environment()])
+    before = read_record(folder).get("starts", [])
+    update_record(folder, starts=[*(before if isinstance(before, list) else []), this | environment()])
 
 
 def read_record(folder: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def batch_plan(
     )
 
 
-def check_same_data(config: TrainConfig, source: ImageSource, saved: str, more: str = "") -> None:
+def check_same_data(config: TrainConfig, source: ImageSource, saved: str | None, more: str = "") -> None:
     """Raise `UserError` when the data for training are not those of the fingerprint `saved`; `more` is a way out."""
     if saved != source.fingerprint:
         ways = f"choose a new output_dir, or {more}" if more else "or choose a new output_dir"

@@ -24,7 +24,7 @@ from .checkpoints import learning_weights, on_main_process
 from .config import TrainConfig, ValidationOptions
 from .data import ImageSource, read_batches, sample_generator
 from .encoding import Encoder, open_components, sample_conditions
-from .model import load_components, load_saved
+from .model import load_components, load_saved, make_objective
 from .sources import open_source
 from .stage import join_processes
 
@@ -234,7 +234,7 @@ def held_out_loss(config: TrainConfig, pipeline: str | Path) -> dict[str, float]
     model = load_saved(options).to(accelerator.device)
     components = open_components(options, config.data, family, [held_out], accelerator, pictures=False)
     encoder = Encoder(family, components, config.data, held_out, accelerator.device)
-    objective = family.objective(label_dropout=config.train.label_dropout, **config.train.objective)
+    objective = make_objective(family, config.train)
     with averaged_weights(model, None):
         return validation_loss(objective, model, encoder, config.validation, config.train.batch_size, accelerator)
 
