@@ -63,8 +63,6 @@ class MHLAConfig:
             raise UserError(f"eps={self.eps!r} must be a positive number or None.")
         if not _is_number(self.locality) or not 0 <= self.locality <= 1:
             raise UserError(f"locality={self.locality!r} must lie between 0 and 1.")
-        if self.temporal_causal and self.cpe:
-            raise UserError("temporal_causal=True cannot go with cpe=True, whose convolution reads the next frame.")
         if self.rope not in ("after", "before"):
             raise UserError(f"rope={self.rope!r} must be 'after' or 'before' (the feature map).")
         if self.spacing not in SPACINGS:
@@ -251,6 +249,8 @@ class MHLAProcessor(nn.Module):
     def _position_encoding(self, value: Tensor, layout: BlockLayout) -> Tensor:
         """Conditional position encoding: a depthwise convolution of the values laid out on the grid, (B, N, H*D)."""
         channels = rearrange(value, "b n h d -> b (h d) n").unflatten(2, layout.grid)
+        if self.config.temporal_causal:  # each frame in the place of the next one: no tap reads later frames
+            channels = F.pad(channels[:, :, :-1], (0, 0, 0, 0, 1, 0))
         return rearrange(self.cpe(channels).flatten(2), "b c n -> b n c")
 
     def extra_repr(self) -> str:

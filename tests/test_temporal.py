@@ -100,11 +100,11 @@ def test_bad_input_is_refused():
         TemporalState(torch.ones(4, 4), layout)
 
 
-@pytest.mark.parametrize("kind", ["full", "separable"])
-def test_a_models_frames_do_not_depend_on_later_ones(kind):
+@pytest.mark.parametrize(("kind", "cpe"), [("full", False), ("full", True), ("separable", False)])
+def test_a_models_frames_do_not_depend_on_later_ones(kind, cpe):
     grid = (6, 4, 4)
     blocks = (3, 2, 2)
-    model = mhla_transformer(blocks=blocks, mixing=kind, temporal_causal=True).eval()
+    model = mhla_transformer(blocks=blocks, mixing=kind, cpe=cpe, temporal_causal=True).eval()
     arguments = inputs(grid)
     changed = dict(arguments)
     changed["hidden_states"] = arguments["hidden_states"].clone()
@@ -125,5 +125,3 @@ def test_it_is_an_option_of_grids_with_time():
     assert all(block.attn1.processor.config.temporal_causal for block in model.blocks)
     with pytest.raises(UserError, match="temporal_causal=True needs three axes"):
         MHLADiTTransformer2DModel.from_base(small_dit(), MHLAConfig(temporal_causal=True))
-    with pytest.raises(UserError, match="cpe=True"):
-        MHLAConfig(blocks=(3, 4, 4), temporal_causal=True, cpe=True)
