@@ -238,7 +238,7 @@ def test_a_retrofit_that_changes_nothing_says_nothing():
         apply_mhla(small_transformer(), MHLAConfig(locality=0, cpe=True, gate=True))
 
 
-@pytest.mark.parametrize("config", [None, LOCAL, MHLAConfig(locality=0, feature_map="elu")], ids=str)
+@pytest.mark.parametrize("config", [MHLAConfig(), LOCAL, MHLAConfig(locality=0, feature_map="elu")], ids=str)
 def test_a_retrofit_that_changes_the_function_says_so_and_how_to_avoid_it(config):
     with pytest.warns(UserWarning, match=r"starts from another function.*locality=0") as caught:
         apply_mhla(small_transformer(), config)
@@ -255,7 +255,7 @@ def test_extras_that_start_neutral_leave_stock_unchanged():
 def test_default_processor_is_the_familys_default():
     model = with_mhla(None)
     assert model.mhla_config == SANA.default_config
-    assert model.mhla_config.blocks == (4, 4) and model.mhla_config.eps == 1e-15
+    assert model.mhla_config.blocks == (4, 4) and model.mhla_config.eps == 1e-15 and model.mhla_config.locality == 0
     assert model.mhla_config.feature_map == "relu" and model.mhla_config.normalize
 
 

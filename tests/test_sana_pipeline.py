@@ -54,12 +54,12 @@ def test_the_call_in_the_readme():
     expected = stock(**call_arguments()).images
     pipeline = small_pipeline(MHLASanaPipeline)
     np.testing.assert_array_equal(pipeline(**call_arguments()).images, expected)
-    pipeline.set_attn_processor(MHLAProcessor(locality=0))
+    pipeline.set_attn_processor(MHLAProcessor())
     assert isinstance(pipeline.transformer, MHLASanaTransformer2DModel)
     np.testing.assert_allclose(pipeline(**call_arguments()).images, expected, atol=2e-5)
     with pytest.warns(UserWarning, match="locality=0"):
         fresh = small_pipeline(MHLASanaPipeline)
-        fresh.set_attn_processor(MHLAProcessor())
+        fresh.set_attn_processor(MHLAProcessor(locality=1))
     assert np.abs(fresh(**call_arguments()).images - expected).max() > 1e-3
 
 

@@ -26,7 +26,7 @@ class SanaFamily(Family):
     """diffusers' SanaTransformer2DModel and the pipelines that use it."""
 
     name = "sana"
-    default_config = MHLAConfig(blocks=(4, 4), eps=1e-15)
+    default_config = MHLAConfig(blocks=(4, 4), eps=1e-15, locality=0.0)  # unchanged at first: docs/sana_emoji.md
     linear_blocks = (1, 1)
     trained_with_softmax = False
     pipeline_multiple = 32
