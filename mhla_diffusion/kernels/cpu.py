@@ -27,8 +27,9 @@ from ..layout import BlockLayout
 from . import plain
 
 SCRATCH_ELEMENTS = 2**19  # of one buffer of tokens, where one block of one head does not need more
-SUMMARY_ELEMENTS = 2**19  # of the summaries of a part, where it does not need more for
-ROW_ELEMENTS = 512  # that lie together in memory
+SUMMARY_ELEMENTS = 2**19  # of the summaries of a part, where these would not be fewer heads than make
+ROW_ELEMENTS = 512  # that lie together in memory, with summaries of at most
+MOST_SUMMARY_ELEMENTS = 2**23
 Part = tuple[slice, slice]  # of the batch and of the heads
 
 
@@ -79,8 +80,9 @@ class CPUKernel:
         tokens = self.block_size * max(self.dim, self.columns)
         summary = self.dim * self.columns
         if split_blocks:
-            most = max(SUMMARY_ELEMENTS // (self.num_blocks * summary), -(-ROW_ELEMENTS // self.dim))
-            most = min(most, SCRATCH_ELEMENTS // tokens)
+            summaries = self.num_blocks * summary
+            row = min(-(-ROW_ELEMENTS // self.dim), MOST_SUMMARY_ELEMENTS // summaries)
+            most = min(max(SUMMARY_ELEMENTS // summaries, row), SCRATCH_ELEMENTS // tokens)
         else:
             most = SCRATCH_ELEMENTS // (self.num_blocks * max(tokens, summary))
         self.part_heads = _largest_divisor(self.heads, most)
