@@ -98,6 +98,7 @@ def generate_images(
     width: int | None = None,
     num_frames: int | None = None,
     fps: float | None = None,
+    instruction: Sequence[str] | None = None,
     npz: bool = False,
     progress: bool = True,
 ) -> GenerationReport:
@@ -116,6 +117,7 @@ def generate_images(
         batch_size: items per call of the pipeline, the last of which is filled up; None: 16 images, or all if they are
             fewer; 1 video.
         fps: frames per second of the videos, which their length follows from; None: 16, as Wan2.1 is trained with.
+        instruction: lines before each prompt, SANA's `complex_human_instruction`; empty: nothing; None: the pipeline's.
         npz: when all images are there, also write `samples.npz` with `arr_0`, uint8 (N, H, W, 3), for the ADM suite.
         progress: show a bar.
 
@@ -138,7 +140,8 @@ def generate_images(
         raise UserError(f"npz is for images; {type(pipeline).__name__} makes videos")
     if fps is not None and not videos:
         raise UserError(f"fps={fps} is for videos; {type(pipeline).__name__} makes images")
-    call = call_arguments(pipeline, conditions, steering | sizes)
+    lines_before = None if instruction is None else list(instruction)
+    call = call_arguments(pipeline, conditions, steering | sizes | {"complex_human_instruction": lines_before})
     files = item_files(conditions, VIDEO_SUFFIX if videos else IMAGE_SUFFIX)
     manifest = {
         "seed": seed,
@@ -149,6 +152,7 @@ def generate_images(
         "num_images": len(conditions),
         **{name: call.get(name) for name in sizes if name in call_parameters(pipeline)},
         **({"fps": float(fps or DEFAULT_FPS)} if videos else {}),
+        **({"instruction": lines_before} if "complex_human_instruction" in call_parameters(pipeline) else {}),
     }
     lines = [json.dumps({"file": file, **c}, ensure_ascii=False) for file, c in zip(files, conditions, strict=True)]
     state, claims = process_state(cpu=pipeline.device.type == "cpu"), None

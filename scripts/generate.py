@@ -32,6 +32,12 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="where the PNG or MP4 files go")
     add_generation_options(parser)
+    parser.add_argument(
+        "--instruction",
+        nargs="*",
+        metavar="LINE",
+        help="SANA: lines before each prompt, as data.instruction in training; none: no instruction (default: SANA's)",
+    )
     parser.add_argument("--npz", action="store_true", help="also write samples.npz, as the ADM suite reads it")
     return parser.parse_args(argv)
 
@@ -45,10 +51,12 @@ def generate(args: argparse.Namespace) -> str:
     if args.labels:
         read_lines(args.labels, "label file")
     conditions = read_prompts(args.prompts) if args.prompts else None
-    check_saved(args.pipeline, ["prompt" if args.prompts else "class_labels"], **numbers)
+    extra = {"complex_human_instruction": args.instruction}
+    check_saved(args.pipeline, ["prompt" if args.prompts else "class_labels"], **numbers, **extra)
     pipeline = load_pipeline(args.pipeline, args.dtype, args.device, args.vae_dtype)
     conditions = conditions or class_conditions(pipeline, args.num_images, args.labels)
-    return str(generate_images(pipeline, conditions, args.out, seed=args.seed, npz=args.npz, **numbers))
+    more = {"seed": args.seed, "instruction": args.instruction, "npz": args.npz}
+    return str(generate_images(pipeline, conditions, args.out, **more, **numbers))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -79,6 +79,23 @@ def test_image_of_a_prompt_is_the_pipelines_own(sana, tmp_path):
     assert lines == [{"file": file_name(i), **prompt} for i, prompt in enumerate(PROMPTS)]
 
 
+def test_an_instruction_takes_the_place_of_the_pipelines(sana, wan, tmp_path):
+    for name, instruction in (("own", None), ("given", ["paint: "]), ("none", [])):
+        options = IMAGES | {"batch_size": 1, "instruction": instruction}
+        generate_images(sana, PROMPTS[:1], tmp_path / name, **options)
+    assert len({files(tmp_path / name)[file_name(0)] for name in ("own", "given", "none")}) == 3
+    (expected,) = sana(
+        PROMPTS[0]["prompt"], height=64, width=96, num_inference_steps=1, generator=[sample_generator(0, "image", 0)],
+        complex_human_instruction=["paint: "],
+    ).images  # fmt: skip
+    with Image.open(tmp_path / "given" / file_name(0)) as image:
+        np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
+    with pytest.raises(UserError, match="other settings|instruction"):
+        generate_images(sana, PROMPTS[:1], tmp_path / "none", **IMAGES | {"batch_size": 1})
+    with pytest.raises(UserError, match="complex_human_instruction"):
+        generate_images(wan, PROMPTS[:1], tmp_path / "video", instruction=["film: "])
+
+
 def test_image_depends_on_its_prompt_and_index_only(sana, tmp_path):
     generate_images(sana, PROMPTS, tmp_path / "a", **IMAGES)
     generate_images(sana, [PROMPTS[0]] * 5, tmp_path / "b", **IMAGES)
