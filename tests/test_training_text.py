@@ -22,9 +22,10 @@ from safetensors.torch import load_file
 from text_runs import make_captioned_images, make_place, text_config
 from training_runs import losses, same_tensors, start_script
 
-from mhla_diffusion import MHLAConfig, MHLADiTTransformer2DModel
+from mhla_diffusion import MHLAConfig, MHLADiTTransformer2DModel, MHLAProcessor
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
+from mhla_diffusion.pipelines import MHLASanaPipeline
 from mhla_diffusion.training import cache, cached, config_to_yaml, finetune, held_out_loss, loop, read_metrics
 from mhla_diffusion.training.cache import cache_latents
 from mhla_diffusion.training.checkpoints import checkpoints
@@ -266,6 +267,23 @@ def test_the_pipeline_of_a_lora_run_is_the_stock_one_with_its_lora_file(place, t
         assert not any("lora" in name for name, _ in merged.transformer.named_parameters())
         torch.testing.assert_close(merged.transformer(**inputs).sample, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(without, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_pipeline_of_a_lora_run_with_mhla_is_the_retrofitted_one_with_its_two_files(place, tmp_path):
+    changes = {"train": {**LORA["train"], "lr": 1e-2}, "validation": {"images": 0}}
+    config = text_config(place, tmp_path / "run", changes)
+    result = finetune(config)
+    inputs, files = sana_components.transformer_inputs(8, 8), tmp_path / "run" / "pipeline_lora"
+    merged = DiffusionPipeline.from_pretrained(result.pipeline)
+    pipeline = MHLASanaPipeline.from_pretrained(place / "sana")
+    pipeline.set_attn_processor(MHLAProcessor(**config.model.mhla))
+    learned = load_file(files / "learned_weights.safetensors")
+    assert learned and all(".processor." in name for name in learned)
+    assert not pipeline.transformer.load_state_dict(learned, strict=False).unexpected_keys
+    pipeline.load_lora_weights(files)
+    with torch.no_grad():
+        expected = merged.transformer(**inputs).sample
+        torch.testing.assert_close(pipeline.transformer(**inputs).sample, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["sana", "wan", "dit"])

@@ -10,10 +10,21 @@ from accelerate import Accelerator
 from diffusers.training_utils import EMAModel
 from peft.tuners.lora import LoraLayer
 from peft.utils import get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import nn
 
 from ..backbones.family import Family
-from .checkpoints import disk_errors, named_ema, named_weights, on_main_process, whole_folder, whole_tensor
+from .checkpoints import (
+    disk_errors,
+    learning_weights,
+    named_ema,
+    named_weights,
+    on_main_process,
+    whole_folder,
+    whole_tensor,
+)
+
+LEARNED_WEIGHTS = "learned_weights.safetensors"  # of a run with LoRA: those that are not in its adapters
 
 
 def export_pipeline(
@@ -26,7 +37,8 @@ def export_pipeline(
 ) -> None:
     """Write `target` as a diffusers pipeline with the moving-average weights; every process must call it.
 
-    LoRA adapters are merged into the weights; they themselves are in a folder beside it, TARGET_lora.
+    LoRA adapters are merged into the weights; they themselves are in a folder beside it, TARGET_lora, with what else
+    learned in LEARNED_WEIGHTS.
     """
     weights = named_weights(model) | (named_ema(model, ema) if ema is not None else {})
     weights = {name: whole_tensor(weight.detach()).cpu() for name, weight in weights.items()}
@@ -43,6 +55,9 @@ def export_pipeline(
         with disk_errors(target.parent / "checkpoints", f"{target} cannot be written"):
             if has_adapters(exported):
                 with whole_folder(target.with_name(f"{target.name}_lora")) as folder:
+                    others = [name for name in learning_weights(model) if ".lora_" not in name]
+                    if others:
+                        save_file({name: weights[name].contiguous() for name in others}, folder / LEARNED_WEIGHTS)
                     export_adapters(exported, family.pipeline_class(), folder)
             with whole_folder(target) as folder:
                 family.build_pipeline(exported.eval(), components).save_pretrained(folder)

@@ -7,7 +7,8 @@ OUTPUT_DIR/config.yaml      the full config
            samples/         validation grids; of video models the films too
            checkpoints/     step-00001000/ …; alignment/ before the first of them, of a stage that was interrupted
            pipeline/        the exported diffusers pipeline
-           pipeline_lora/   of a run with LoRA, the adapters that are merged into the pipeline's weights
+           pipeline_lora/   of a run with LoRA, the adapters that are merged into the pipeline's weights, and what else
+                            learned
 """
 
 from __future__ import annotations
