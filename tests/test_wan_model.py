@@ -154,10 +154,10 @@ def test_without_a_denominator_the_initial_mixing_still_has_rows_that_sum_to_one
 # Which layers -------------------------------------------------------------------------------------------------------
 
 
-def test_the_family_defaults_are_those_published():
+def test_the_family_defaults_are_those_published_and_the_convolution():
     config = MHLAProcessor().resolve(WAN.default_config)
     assert (config.blocks, config.normalize, config.head_norm, config.gate) == ((3, 5, 10), False, True, True)
-    assert (config.feature_map, config.rope, config.layers, config.cpe) == ("relu", "after", "all", False)
+    assert (config.feature_map, config.rope, config.layers, config.cpe) == ("relu", "after", "all", True)
     with torch.device("meta"):
         model = WAN.build_model("Wan2.1-1.3B", {"layers": "hybrid", **WAN.default_config.to_dict()})
     assert 1.40e9 < sum(p.numel() for p in model.parameters()) < 1.50e9

@@ -28,7 +28,8 @@ class WanFamily(Family):
     """diffusers' WanTransformer3DModel and the pipelines around it."""
 
     name = "wan"
-    default_config = MHLAConfig(blocks=(3, 5, 10), normalize=False, head_norm=True, gate=True)
+    # As published, and with the convolution: docs/wan_video.md
+    default_config = MHLAConfig(blocks=(3, 5, 10), normalize=False, head_norm=True, gate=True, cpe=True)
     linear_blocks = (1, 1, 1)
     trained_with_softmax = True
     pipeline_multiple = 16
