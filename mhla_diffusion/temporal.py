@@ -9,8 +9,8 @@ from torch import Tensor
 from .attention import check_mixing, check_shapes, full_mixing, saturating_cast
 from .causal import temporal_causal_mixing
 from .errors import UserError
-from .feature_maps import at_least_float32, no_autocast
-from .kernels.plain import Mixing
+from .feature_maps import no_autocast
+from .kernels.plain import Mixing, head_blocks
 from .layout import BlockLayout
 
 
@@ -70,10 +70,10 @@ class TemporalState:
         check_shapes(query, key, value, here, rotary)
         self._check_earlier(query, value)
         with no_autocast(query):
-            queries, keys = (_head_blocks(x, here) for x in (query, key))
-            moved_queries, moved_keys = (_head_blocks(x, here) for x in rotary) if rotary else (queries, keys)
+            queries, keys = (head_blocks(x, here) for x in (query, key))
+            moved_queries, moved_keys = (head_blocks(x, here) for x in rotary) if rotary else (queries, keys)
             self.seen.append(self.waiting.pop(0)[0])
-            self.summaries.append(moved_keys.mT @ _head_blocks(value, here))
+            self.summaries.append(moved_keys.mT @ head_blocks(value, here))
             self.normalisers.append(keys.sum(dim=-2))
             weights = self._weights(here.num_blocks).to(queries.dtype)
             out = moved_queries @ _mixed(self.summaries, weights)
@@ -97,11 +97,6 @@ class TemporalState:
                 f"query {tuple(query.shape)} and value {tuple(value.shape)} must agree with the earlier frames: "
                 f"batch {batch}, {heads} heads, dimension {dim}, value dimension {width}."
             )
-
-
-def _head_blocks(tokens: Tensor, layout: BlockLayout) -> Tensor:
-    """(B, N, H, D) to (B, H, M, L, D) in the accumulation dtype, padding zero."""
-    return at_least_float32(layout.to_blocks(rearrange(tokens, "b n h d -> b h n d"), 2))
 
 
 def _mixed(summaries: list[Tensor], weights: Tensor) -> Tensor:

@@ -306,3 +306,31 @@ def build_on_meta(model_class: type[nn.Module], config: Mapping[str, Any]) -> nn
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"the weights describe no {model_class.__name__} that can be built: {reason}") from None
+
+
+def fill_with(
+    model: nn.Module, weights: Mapping[str, Tensor], original_name: Callable[[str], str], given: Mapping[str, Tensor]
+) -> None:
+    """Put `weights`, which come from another format, into `model` themselves (no copy, their dtype).
+
+    Args:
+        weights: by the model's own names.
+        original_name: the name in the other format, for messages.
+        given: the weights in the other format, by that name.
+
+    Raises:
+        UserError: where weights are missing, unknown or of another shape.
+    """
+    expected = {name: value.shape for name, value in model.state_dict().items()}
+    missing = [name for name in expected if name not in weights]
+    if missing:
+        raise UserError(f"the original weights lack {len(missing)} tensors, such as {original_name(missing[0])}.")
+    for name, value in weights.items():
+        if value.shape != expected.get(name):
+            wanted = f"{tuple(expected[name])} as {name}" if name in expected else "no such tensor"
+            original = original_name(name)
+            raise UserError(
+                f"the original weights have {original} of shape {tuple(given[original].shape)}, but the model that the "
+                f"others make needs {wanted}."
+            )
+    model.load_state_dict(weights, strict=True, assign=True)

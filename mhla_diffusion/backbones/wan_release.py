@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..layout import check_counts
-from .family import Family, read_config, read_heads, read_metadata
+from .family import Family, fill_with, read_config, read_heads, read_metadata
 
 OUTSIDE_BLOCKS = (
     ("patch_embedding", "patch_embedding"),
@@ -153,20 +153,7 @@ def _original_mhla(
 def load_original(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Fill `model` with `weights` themselves (no copy, their dtype)."""
     converted = {renamed(name): value.flatten(1) if name.endswith(MIXING) else value for name, value in weights.items()}
-    expected = {name: value.shape for name, value in model.state_dict().items()}
-    missing = [name for name in expected if name not in converted]
-    if missing:
-        raise UserError(
-            f"the original weights lack {len(missing)} tensors, such as {renamed(missing[0], to_original=True)}."
-        )
-    for name, value in converted.items():
-        if value.shape != expected.get(name):
-            wanted = tuple(expected[name]) if name in expected else "no such tensor"
-            raise UserError(
-                f"the original weights have {renamed(name, to_original=True)} of shape {tuple(value.shape)}, but the "
-                f"model that the others make needs {wanted}."
-            )
-    model.load_state_dict(converted, strict=True, assign=True)
+    fill_with(model, converted, lambda name: renamed(name, to_original=True), weights)
 
 
 def renamed(name: str, to_original: bool = False) -> str:

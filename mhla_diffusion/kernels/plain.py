@@ -28,14 +28,14 @@ def attend(
     """`mhla_attention` of tensors that were checked, after the feature map."""
     with no_autocast(query):
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
-        key_blocks = _head_blocks(masked(numerator_key, key_mask), layout)  # (B, H, M, L, D)
-        summaries = key_blocks.mT @ _head_blocks(value, layout, zero_padding=False)  # (B, H, M, D, E)
-        query_blocks = _head_blocks(numerator_query, layout, zero_padding=False)
+        key_blocks = head_blocks(masked(numerator_key, key_mask), layout)  # (B, H, M, L, D)
+        summaries = key_blocks.mT @ head_blocks(value, layout, zero_padding=False)  # (B, H, M, D, E)
+        query_blocks = head_blocks(numerator_query, layout, zero_padding=False)
         out = query_blocks @ mix_blocks(summaries, mixing, layout)  # (B, H, M, L, E)
         if normalize:
             if rotary is not None:
-                key_blocks = _head_blocks(masked(key, key_mask), layout)
-                query_blocks = _head_blocks(query, layout, zero_padding=False)
+                key_blocks = head_blocks(masked(key, key_mask), layout)
+                query_blocks = head_blocks(query, layout, zero_padding=False)
             normaliser = mix_blocks(key_blocks.sum(dim=-2), mixing, layout)  # (B, H, M, D)
             # einsum, because a batched matrix-vector product is several times slower on CPUs.
             denominator = torch.einsum("bhmld,bhmd->bhml", query_blocks, normaliser)
@@ -68,6 +68,6 @@ def masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
     return key if key_mask is None else key.masked_fill(~key_mask[:, :, None, None], 0)
 
 
-def _head_blocks(tokens: Tensor, layout: BlockLayout, zero_padding: bool = True) -> Tensor:
+def head_blocks(tokens: Tensor, layout: BlockLayout, zero_padding: bool = True) -> Tensor:
     """(B, N, H, D) to (B, H, M, L, D) in the accumulation dtype; padding of keys must be zero, others drop out."""
     return at_least_float32(layout.to_blocks(rearrange(tokens, "b n h d -> b h n d"), 2, zero_padding))
