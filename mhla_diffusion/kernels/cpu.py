@@ -27,8 +27,9 @@ from ..layout import BlockLayout
 from . import plain
 
 SCRATCH_ELEMENTS = 2**19  # of one buffer of tokens, where one block of one head does not need more
-SUMMARY_ELEMENTS = 2**19  # of the summaries of a part, where these would not be fewer heads than make
-ROW_ELEMENTS = 512  # that lie together in memory, with summaries of at most
+# The forward pass takes as many heads at once as have this many summary elements together, and more for longer rows:
+SUMMARY_ELEMENTS = 2**19
+ROW_ELEMENTS = 512  # wanted side by side in memory, as long as the summaries are within
 MOST_SUMMARY_ELEMENTS = 2**23
 Part = tuple[slice, slice]  # of the batch and of the heads
 
