@@ -294,8 +294,30 @@ def _projections(attn: nn.Module, hidden_states: Tensor) -> tuple[Tensor, Tensor
     return attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
 
 
+class _TokenConv:
+    """A convolution of tokens, whose channels lie next to each other; `nn.Conv2d` or `nn.Conv3d` is the other base.
+
+    On CPUs torch keeps them so for weights in the same memory format only; with others it moves the values of a single
+    sample to planes of channels and back, which takes 2 to 5 times as long. That holds for float32 only.
+    """
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32:
+            last = torch.channels_last if input.ndim == 4 else torch.channels_last_3d
+            weight = weight.to(memory_format=last)
+        return super()._conv_forward(input, weight, bias)
+
+
+class _TokenConv2d(_TokenConv, nn.Conv2d):
+    pass
+
+
+class _TokenConv3d(_TokenConv, nn.Conv3d):
+    pass
+
+
 def _zero_conv(channels: int, axes: int) -> nn.Module:
-    conv = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1](channels, channels, 3, padding=1, groups=channels)
+    conv = (nn.Conv1d, _TokenConv2d, _TokenConv3d)[axes - 1](channels, channels, 3, padding=1, groups=channels)
     nn.init.zeros_(conv.weight)
     nn.init.zeros_(conv.bias)
     return conv

@@ -108,15 +108,18 @@ def test_every_candidate_of_an_operator_runs(backward):
 # Time and memory -----------------------------------------------------------------------------------------------------
 
 
-def test_candidates_are_timed_in_turn_after_a_warm_up():
+def test_candidates_are_timed_in_rounds_of_changing_order_after_a_warm_up():
     calls = []
     candidates = {
-        name: Call(lambda n=name: calls.append(n), lambda n=name: calls.append(f"ready {n}")) for name in "ab"
+        name: Call(lambda n=name: calls.append(n), lambda n=name: calls.append(f"ready {n}")) for name in "abc"
     }
-    events = list(interleaved(candidates, repeats=3))
-    assert calls == ["ready a", "a", "ready b", "b"] * 4
-    assert [name for name, seconds in events if isinstance(seconds, float)] == ["a", "b"] * 3
-    assert [name for name, seconds in events if seconds is None] == ["a", "b"] * 4
+    events = list(interleaved(candidates, repeats=29))
+    assert calls[::2] == [f"ready {name}" for name in calls[1::2]]
+    rounds = ["".join(calls[i + 1 : i + 6 : 2]) for i in range(0, len(calls), 6)]
+    assert len(rounds) == 30 and {"".join(sorted(r)) for r in rounds} == {"abc"}
+    assert {r[0] for r in rounds} == {r[2] for r in rounds} == set("abc")
+    assert [name for name, seconds in events if seconds is None] == list("".join(rounds))
+    assert [name for name, seconds in events if isinstance(seconds, float)] == list("".join(rounds[1:]))
 
 
 def test_earlier_calls_count_and_a_spent_budget_ends_a_candidates_part():
@@ -138,7 +141,8 @@ def test_a_candidate_out_of_memory_leaves_the_others_alone():
 
     candidates = {"large": Call(fail), "larger": Call(fail_on_the_cpu), "small": Call(lambda: None)}
     events = list(interleaved(candidates, repeats=2))
-    assert [e for e in events if isinstance(e[1], str)] == [("large", "out of memory"), ("larger", "out of memory")]
+    failed = sorted(e for e in events if isinstance(e[1], str))
+    assert failed == [("large", "out of memory"), ("larger", "out of memory")]
     assert sum(name == "small" and isinstance(seconds, float) for name, seconds in events) == 2
 
 

@@ -292,6 +292,24 @@ def test_mixing_learns_unless_told_not_to(kind, learn):
     assert layer.processor.cpe.weight.grad.abs().sum() > 0 and layer.processor.gate.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("grid", [(5, 4), (1, 7), (3, 5, 4), (1, 1, 6)])
+def test_position_encoding_is_a_depthwise_convolution_in_any_memory_format(grid, batch):
+    layer = disturb(mhla_layer(grid, blocks=(2,) * len(grid), cpe=True))
+    conv = layer.processor.cpe
+    x = torch.randn(batch, *grid, 16, requires_grad=True)
+    out = conv(x.movedim(-1, 1))
+    gradients = torch.autograd.grad(out.square().sum(), [x, conv.weight, conv.bias])
+    exact = [t.detach().double().requires_grad_() for t in (x, conv.weight, conv.bias)]
+    padded = torch.nn.functional.pad(exact[0], (0, 0) + (1, 1) * len(grid))
+    for axis in range(1, len(grid) + 1):
+        padded = padded.unfold(axis, 3, 1)  # (B, grid…, C, taps…)
+    expected = (padded * exact[1][:, 0]).flatten(len(grid) + 2).sum(-1) + exact[2]
+    assert relative_error(out.movedim(1, -1), expected) < 1e-6
+    for found, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
+        assert found.shape == wanted.shape and relative_error(found, wanted) < 1e-5
+
+
 def test_fused_projections_are_used():
     layer = mhla_layer(cpe=True)
     x = tokens()

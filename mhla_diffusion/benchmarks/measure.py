@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import random
 import resource
 import statistics
 import sys
@@ -36,9 +37,10 @@ def interleaved(
     budget: float = float("inf"),
     before: Mapping[str, list[float]] | None = None,
 ) -> Iterator[tuple[str, float | str | None]]:
-    """Time the calls in turn, in rounds, so that a busy moment of the machine hits all of them alike.
+    """Time the calls in rounds, so that a busy moment of the machine hits all of them alike.
 
-    One untimed call of each comes first.
+    Each round is in another order: what a call leaves in the caches must not always meet the same one after it. One
+    untimed call of each comes first.
 
     Args:
         calls: candidates by name.
@@ -54,8 +56,9 @@ def interleaved(
     times = {name: list((before or {}).get(name, ())) for name in calls}
     alive = [name for name in calls if not enough(times[name], repeats, budget)]
     is_warm: set[str] = set()
+    shuffled = random.Random(0)
     while alive:
-        for name in list(alive):
+        for name in shuffled.sample(alive, len(alive)):
             yield name, None
             try:
                 seconds = timed(calls[name], device)
