@@ -28,6 +28,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def check_writable(name: str, path: str | Path) -> None:
     """Raise a UserError unless a file can be written at `path` (its folder is made): asked before work is done."""
     folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise UserError(f"{name}={str(path)!r} is a folder; name a file")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

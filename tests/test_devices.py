@@ -26,3 +26,5 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="json='.*scores.json' cannot be written"):
         check_writable("json", tmp_path / "file" / "scores.json")
+    with pytest.raises(UserError, match="json='.*new' is a folder; name a file"):
+        check_writable("json", tmp_path / "new")

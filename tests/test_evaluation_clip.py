@@ -106,7 +106,7 @@ def test_long_captions_are_cut_and_counted(generated, scorer):
     result = score(generated, scorer)
     lengths = scorer.count_tokens(TEXTS)
     assert lengths[1] == 9 and lengths[4] == 31 and result["num_truncated"] == sum(n > MAX_TOKENS for n in lengths) == 1
-    assert "1 of 6 captions" in format_clip_score(result)
+    assert "of 6 captions 1 had more than 12 tokens" in format_clip_score(result)
     write_labels(
         generated,
         [{"file": f"{i:06d}.png", "prompt": text + " and more" * (i == 4)} for i, text in enumerate(TEXTS)],

@@ -236,7 +236,7 @@ def test_long_captions_and_damaged_images_are_counted_over_all_starts(place, tmp
     with pytest.warns(UserWarning, match="3.png cannot be read: .*; another one is used in its place"):
         report = cache_latents(config, tmp_path / "cache", **SMALL)
     assert report.cut == 2 and report.damaged == 1
-    assert "1 could not be read and were replaced by others; 2 captions are longer than the text encoder" in str(report)
+    assert "1 could not be read and were replaced by others; 2 lost the end of their caption" in str(report)
     again = cache_latents(config, tmp_path / "cache", **SMALL)
     assert (again.encoded, again.cut, again.damaged) == (0, 2, 1)
     cached = opened(config, tmp_path / "cache")

@@ -264,7 +264,7 @@ def image_size(size: Sequence[int], multiple: int) -> tuple[int, int]:
 # What a file of a public format says beside its weights --------------------------------------------------------------
 
 
-def read_metadata(metadata: Mapping[str, str], name: str, read: Callable[[str], Any], kind: type) -> Any:
+def metadata_field(metadata: Mapping[str, str], name: str, read: Callable[[str], Any], kind: type) -> Any:
     """`read` of the entry `name`, which must give a `kind`; None where there is no such entry, else `UserError`."""
     if name not in metadata:
         return None
@@ -280,7 +280,7 @@ def read_metadata(metadata: Mapping[str, str], name: str, read: Callable[[str], 
 
 def read_heads(metadata: Mapping[str, str]) -> int | None:
     """The number of attention heads in the metadata, None where it is not there."""
-    heads = read_metadata(metadata, "heads", int, int)
+    heads = metadata_field(metadata, "heads", int, int)
     if heads is not None and heads < 1:
         raise UserError(f"the metadata of the weights has heads={heads}; 1 or more is accepted.")
     return heads
@@ -288,7 +288,7 @@ def read_heads(metadata: Mapping[str, str]) -> int | None:
 
 def read_config(metadata: Mapping[str, str], mhla: Mapping[str, Any]) -> dict[str, Any] | None:
     """The model's arguments as `to_original` wrote them, its MHLA fields overruled by `mhla`; None where it did not."""
-    config = read_metadata(metadata, "config", json.loads, dict)
+    config = metadata_field(metadata, "config", json.loads, dict)
     if config is None or config.get("mhla") is None:
         return config
     if not isinstance(config["mhla"], dict):

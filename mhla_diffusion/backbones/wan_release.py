@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..layout import check_counts
-from .family import Family, fill_with, read_config, read_heads, read_metadata
+from .family import Family, fill_with, metadata_field, read_config, read_heads
 
 OUTSIDE_BLOCKS = (
     ("patch_embedding", "patch_embedding"),
@@ -123,7 +123,7 @@ def _original_mhla(
         which = "hybrid" if tuple(layers) == family.hybrid_layers(num_layers) else list(layers)
     fields = {
         "feature_map": "relu_eps",
-        "normalize": bool((read_metadata(metadata, "options", ast.literal_eval, dict) or {}).get("normalize_out")),
+        "normalize": bool((metadata_field(metadata, "options", ast.literal_eval, dict) or {}).get("normalize_out")),
         "gate": first + "g.weight" in weights,
         "cpe": first + "lepe.weight" in weights,
         "head_norm": first + "g_norm.weight" in weights,
@@ -133,7 +133,7 @@ def _original_mhla(
     count = weights[f"blocks.{layers[0]}.{MIXING}"].shape[0]
     blocks = fields.get("blocks")
     if blocks is None and "blocks" in metadata:
-        blocks = check_counts("blocks", read_metadata(metadata, "blocks", ast.literal_eval, tuple))
+        blocks = check_counts("blocks", metadata_field(metadata, "blocks", ast.literal_eval, tuple))
     if blocks is None:
         known = {math.prod(counts): counts for counts in (family.default_config.blocks, family.linear_blocks)}
         if count not in known:

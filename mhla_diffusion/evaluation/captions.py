@@ -37,7 +37,7 @@ def read_captions(images: ImageSet, captions: str | Path | None = None) -> list[
             raise UserError(f"the images in {str(images.path)!r} have no captions; name a file of captions")
         captions = images.path / GENERATED
         if not captions.is_file():
-            found = folder_captions.read_captions(images.path, names)
+            found = folder_captions.captions_by_name(images.path, names)
             return [found[name] for name in names]
     source = Path(captions)
     files = {str(PurePosixPath(name).with_suffix("")): name for name in names}
@@ -78,7 +78,7 @@ def caption_set(path: str | Path, role: str = "reference") -> ImageSet:
     listing = images.path / folder_captions.METADATA
     if not images.files or not listing.is_file():
         return images
-    named = folder_captions.read_metadata(listing)
+    named = folder_captions.read_listing(listing)
     if not named:
         raise UserError(f"{str(listing)!r} names no images")
     for name in named:

@@ -49,7 +49,7 @@ class CLIPScorer:
             self.tokenizer = AutoTokenizer.from_pretrained(self.name)
             self.image_processor = AutoImageProcessor.from_pretrained(self.name)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = str(error).strip().split("\n")[0]
             raise UserError(f"the CLIP model {self.name!r} could not be loaded: {reason}") from None
         self.model = loaded.to(self.device, self.dtype).eval().requires_grad_(False)
         self.max_tokens: int = loaded.config.text_config.max_position_embeddings
@@ -134,7 +134,9 @@ def clip_score(
     spread = math.fsum((value - mean) ** 2 for value in values)
     notes = images.notes()
     if truncated:
-        notes.append(f"{truncated} of {len(values)} captions are longer than {scorer.max_tokens} tokens and were cut.")
+        notes.append(
+            f"of {len(values)} captions {truncated} had more than {scorer.max_tokens} tokens, the rest cut off."
+        )
     precision = str(scorer.dtype).removeprefix("torch.")
     return {
         "clip_score": mean,

@@ -29,7 +29,7 @@ PROMPTS = 553  # in the published evaluation_metadata.jsonl
 PROMPT_FILE = "prompts.jsonl"
 
 
-def read_metadata(path: str | Path) -> list[dict[str, Any]]:
+def read_prompts(path: str | Path) -> list[dict[str, Any]]:
     """The prompts of an `evaluation_metadata.jsonl`.
 
     Raises:
@@ -63,7 +63,7 @@ def lay_out(metadata: str | Path, out: str | Path, samples: int = SAMPLES) -> Pa
     """
     if samples < 1:
         raise UserError(f"samples={samples} must be at least 1")
-    entries, out = read_metadata(metadata), Path(out)
+    entries, out = read_prompts(metadata), Path(out)
     if out.exists() and not out.is_dir():
         raise UserError(f"the output folder {str(out)!r} is a file")
     check_writable("out", out / PROMPT_FILE)

@@ -76,7 +76,7 @@ class CacheReport:
             f"; {count:,} {what}"
             for count, what in (
                 (self.damaged, "could not be read and were replaced by others"),
-                (self.cut, "captions are longer than the text encoder takes, and lost their end"),
+                (self.cut, "lost the end of their caption, which is longer than the text encoder takes"),
             )
             if count
         )

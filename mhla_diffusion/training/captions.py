@@ -13,7 +13,7 @@ from ..errors import UserError
 METADATA = "metadata.jsonl"
 
 
-def read_captions(root: Path, names: Sequence[str], kind: str = "image") -> dict[str, str]:
+def captions_by_name(root: Path, names: Sequence[str], kind: str = "image") -> dict[str, str]:
     """One caption for each of the images (or whatever `kind` calls them) `names`, which are below `root`.
 
     They are in ROOT/metadata.jsonl, one line of {"file_name": …, "text": …} per image, or, where there is no such
@@ -40,7 +40,7 @@ def read_captions(root: Path, names: Sequence[str], kind: str = "image") -> dict
     return found
 
 
-def read_metadata(path: Path, one_each: bool = False) -> dict[str, tuple[int, str]]:
+def read_listing(path: Path, one_each: bool = False) -> dict[str, tuple[int, str]]:
     """Line number and caption by file name; of several captions the last.
 
     Raises `UserError` naming a line that is not as expected or, with `one_each`, has another caption of the same file.
@@ -69,7 +69,7 @@ def read_metadata(path: Path, one_each: bool = False) -> dict[str, tuple[int, st
 
 def _from_metadata(root: Path, names: Sequence[str], kind: str) -> dict[str, str]:
     path = root / METADATA
-    rows, there = read_metadata(path, one_each=True), set(names)
+    rows, there = read_listing(path, one_each=True), set(names)
     if missing := [(number, name) for name, (number, _) in rows.items() if name not in there]:
         number, name = missing[0]
         raise UserError(

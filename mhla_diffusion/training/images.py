@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from ..errors import UserError
 from ..image_files import turn_upright, upright_size
 from .buckets import Size, assign
-from .captions import METADATA, read_captions, read_metadata
+from .captions import METADATA, captions_by_name, read_listing
 from .data import Sample, UnreadableSample
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
@@ -115,11 +115,11 @@ class ImageFolder(ImageSamples):
             if not names:
                 raise UserError(f"image folder {self.root} has no images ({', '.join(IMAGE_SUFFIXES)})")
             self.files: list[tuple[str, str | None]] = [(name, None) for name in names]
-            self.captions, self.captioned = read_captions(self.root, names), True
+            self.captions, self.captioned = captions_by_name(self.root, names), True
         else:
             self._set_classes(names, class_names)
             if (self.root / METADATA).is_file():
-                self.captions = {name: text for name, (_, text) in read_metadata(self.root / METADATA).items()}
+                self.captions = {name: text for name, (_, text) in read_listing(self.root / METADATA).items()}
         content: Any = [name for name, _ in self.files]
         if takes_text:
             content = [[name, self.captions[name]] for name in content]

@@ -20,7 +20,7 @@ import torch
 
 from ..errors import UserError
 from .buckets import assign, open_buckets
-from .captions import read_captions
+from .captions import captions_by_name
 from .config import DataOptions
 from .data import Sample, UnreadableSample, most_damaged, too_many_damaged
 from .images import IMAGE_SUFFIXES, list_files
@@ -70,7 +70,7 @@ class VideoFolder:
         check_rates(options, key)
         buckets = open_buckets(options) or {(options.size, options.size): 1.0}
         names = self._names(key)
-        captions = read_captions(self.root, names, "video")
+        captions = captions_by_name(self.root, names, "video")
         infos = self._opened(names)
         self.short = [name for name, info in infos.items() if info and info.frames_at(options.fps) < options.num_frames]
         self._report_short([info for info in infos.values() if info], key)
