@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import kernels
 from .errors import UserError
-from .feature_maps import ELEMENTWISE, at_least_float32, no_autocast
+from .feature_maps import ELEMENTWISE, accumulation_dtype, no_autocast
 from .kernels.plain import Mixing, masked, saturating_cast
 from .layout import BlockLayout
 
@@ -47,18 +47,19 @@ def mhla_attention(
         key_mask: (B, N) bool, True where a token may be attended to.
         feature_map: "relu", "relu_eps" or "elu" where query and key are still to be mapped, which costs less here than
             before; not together with `rotary`, which comes after φ.
-        backend: "plain" or "cpu" to force a way to compute; None takes that of the environment variable MHLA_BACKEND,
-            or the fastest. Results differ by rounding.
+        backend: "plain", "cpu" or "triton" to force a way to compute; None takes that of the environment variable
+            MHLA_BACKEND, or the fastest. Results differ by rounding.
 
     Returns:
-        (B, N, H, E) in `value`'s dtype. Sums run in float32 (float64 for float64 input), autocast or not; a float16
-        result saturates instead of overflowing.
+        (B, N, H, E) in `value`'s dtype. Sums run in the widest dtype of the input, at least float32, autocast or not;
+        a float16 result saturates instead of overflowing.
 
     Raises:
         UserError: when shapes disagree, or for a feature map or backend that cannot be used.
     """
-    check_shapes(query, key, value, layout, rotary, key_mask)
     check_mixing(mixing, layout)
+    check_shapes(query, key, value, layout, rotary, key_mask)
+    check_normaliser(normalize, eps)
     if feature_map not in ELEMENTWISE:
         raise UserError(f"feature_map={feature_map!r} is not elementwise; known: {', '.join(ELEMENTWISE)}.")
     if rotary is not None and feature_map != "identity":
@@ -77,16 +78,18 @@ def linear_attention(
 ) -> Tensor:
     """Vanilla linear attention (Katharopoulos et al. 2020): all queries share one summary. As `mhla_attention`."""
     check_shapes(query, key, value, None, rotary, key_mask)
+    check_normaliser(normalize, eps)
     with no_autocast(query):
+        wide = accumulation_dtype(query, key, value)
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         numerator_query, numerator_key, values = (
-            rearrange(at_least_float32(x), "b n h d -> b h n d")
+            rearrange(x.to(wide), "b n h d -> b h n d")
             for x in (numerator_query, masked(numerator_key, key_mask), value)
         )
         out = numerator_query @ (numerator_key.mT @ values)
         if normalize:
-            normaliser = at_least_float32(masked(key, key_mask)).sum(dim=1)  # (B, H, D)
-            out = out / (rearrange(at_least_float32(query), "b n h d -> b h n d") @ normaliser.unsqueeze(-1) + eps)
+            normaliser = masked(key, key_mask).to(wide).sum(dim=1)  # (B, H, D)
+            out = out / (rearrange(query.to(wide), "b n h d -> b h n d") @ normaliser.unsqueeze(-1) + eps)
         return saturating_cast(rearrange(out, "b h n e -> b n h e"), value.dtype)
 
 
@@ -109,8 +112,9 @@ def mhla_attention_matrix(
     Returns:
         (B, H, N, N) float64; `A @ value` (per head) is the output.
     """
-    check_shapes(query, key, key, layout, rotary, key_mask)
     check_mixing(mixing, layout)
+    check_shapes(query, key, key, layout, rotary, key_mask)
+    check_normaliser(normalize, eps)
     block = layout.block_index(query.device)
     weights = full_mixing(mixing).to(torch.float64)[block][:, block]  # (N, N)
     if key_mask is not None:
@@ -139,7 +143,15 @@ def check_shapes(
     key_mask: Tensor | None = None,
 ) -> None:
     """Raise a UserError unless the tensors agree with one another and with the layout."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    tensors = {"query": query, "key": key, "value": value}
+    if rotary is not None:
+        if isinstance(rotary, Tensor) or len(rotary) != 2:
+            raise UserError("rotary must be a pair: query and key with rotary embedding applied.")
+        tensors |= {"rotary[0]": rotary[0], "rotary[1]": rotary[1]}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            what = str(x.dtype) if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise UserError(f"{name} is {what}; expected a tensor of floating-point numbers.")
         if x.ndim != 4:
             raise UserError(f"{name} has shape {tuple(x.shape)}; expected (batch, tokens, heads, head dimension).")
     if query.shape != key.shape:
@@ -160,8 +172,21 @@ def check_shapes(
         )
 
 
+def check_normaliser(normalize: bool, eps: float) -> None:
+    """Raise a UserError unless these can say how to normalise."""
+    if not isinstance(normalize, bool):
+        raise UserError(f"normalize={normalize!r} must be True or False.")
+    if isinstance(eps, bool) or not isinstance(eps, int | float):
+        raise UserError(f"eps={eps!r} must be a number.")
+
+
 def check_mixing(mixing: Mixing, layout: BlockLayout) -> None:
     """Raise a UserError unless the mixing is (M, M) or has one matrix per axis of the layout."""
+    if not isinstance(layout, BlockLayout):
+        raise UserError(f"layout={layout!r} must be a BlockLayout(grid, blocks).")
+    parts = (mixing,) if isinstance(mixing, Tensor) else mixing
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):
+        raise UserError(f"mixing is a {type(mixing).__name__}; expected a tensor, or one tensor per axis.")
     m = layout.num_blocks
     if isinstance(mixing, Tensor):
         shapes, expected = [tuple(mixing.shape)], [(m, m)]

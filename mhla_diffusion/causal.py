@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .attention import Mixing, check_mixing, check_shapes, saturating_cast
+from .attention import Mixing, check_mixing, check_normaliser, check_shapes, saturating_cast
 from .errors import UserError
-from .feature_maps import at_least_float32, no_autocast
+from .feature_maps import accumulation_dtype, no_autocast
 from .layout import BlockLayout, check_counts
 
 
@@ -47,8 +47,11 @@ def causal_mhla_attention(
     """
     check_shapes(query, key, value)
     _check_chunks(query, mixing, chunk_size)
+    check_normaliser(normalize, eps)
     with no_autocast(query):
-        queries, keys, values = (_chunks(x, chunk_size) for x in (query, key, _with_ones(value, normalize)))
+        wide = accumulation_dtype(query, key, value)
+        tokens = (query.to(wide), key.to(wide), _with_ones(value.to(wide), normalize))
+        queries, keys, values = (_chunks(x, chunk_size) for x in tokens)
         weights = mixing.to(queries.dtype)
         summaries = keys.mT @ values  # (B, H, M, D, E)
         past = (weights.tril(-1) @ summaries.flatten(3)).reshape(summaries.shape)
@@ -101,6 +104,7 @@ class CausalState:
 
     def __init__(self, mixing: Tensor, chunk_size: int = 64, normalize: bool = False, eps: float = 1e-6) -> None:
         _check_chunk_size(chunk_size)
+        check_normaliser(normalize, eps)
         if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1]:
             raise UserError(f"mixing has shape {tuple(mixing.shape)}; expected (M, M), one row and column per chunk.")
         self.mixing = mixing
@@ -123,10 +127,9 @@ class CausalState:
         check_shapes(query, key, value)
         self._check_tokens(query, value)
         with no_autocast(query):
-            queries, keys, values = (
-                rearrange(at_least_float32(x), "b t h d -> b h t d")
-                for x in (query, key, _with_ones(value, self.normalize))
-            )
+            wide = accumulation_dtype(query, key, value)
+            tokens = (query.to(wide), key.to(wide), _with_ones(value.to(wide), self.normalize))
+            queries, keys, values = (rearrange(x, "b t h d -> b h t d") for x in tokens)
             outs, start, new_tokens = [], 0, query.shape[1]
             while start < new_tokens:
                 left_in_chunk = self.chunk_size - self.num_tokens % self.chunk_size
@@ -204,15 +207,15 @@ def temporal_causal_mixing(mixing: Mixing, blocks: tuple[int, ...]) -> Mixing:
 
 
 def _chunks(tokens: Tensor, chunk_size: int) -> Tensor:
-    """(B, N, H, D) to (B, H, M, C, D) in the accumulation dtype, the last chunk filled up with zeros."""
+    """(B, N, H, D) to (B, H, M, C, D), the last chunk filled up with zeros."""
     missing = -tokens.shape[1] % chunk_size
-    padded = F.pad(at_least_float32(tokens), (0, 0, 0, 0, 0, missing))
+    padded = F.pad(tokens, (0, 0, 0, 0, 0, missing))
     return rearrange(padded, "b (m c) h d -> b h m c d", c=chunk_size)
 
 
 def _with_ones(value: Tensor, normalize: bool) -> Tensor:
     """The denominator is the numerator of a value that is 1: carried along as one more channel."""
-    return F.pad(at_least_float32(value), (0, 1), value=1.0) if normalize else value
+    return F.pad(value, (0, 1), value=1.0) if normalize else value
 
 
 def _finish(out: Tensor, normalize: bool, eps: float, dtype: torch.dtype) -> Tensor:

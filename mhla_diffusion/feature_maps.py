@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -179,6 +180,11 @@ def build_feature_map(name: str, heads: int, head_dim: int) -> FeatureMap:
 def at_least_float32(x: Tensor) -> Tensor:
     """`x` in float32, or unchanged if it is already float32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """In which sums over products of these tensors run: the widest of their dtypes, at least float32."""
+    return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager:

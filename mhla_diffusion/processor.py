@@ -36,7 +36,7 @@ class MHLAConfig:
         UserError: naming the field and what it accepts.
     """
 
-    blocks: tuple[int, ...] | None = (4, 4)  # block counts per grid axis; None: chosen from the grid with M² ≤ N
+    blocks: tuple[int, ...] | None = (4, 4)  # per grid axis; None: M² ≤ N on the model's usual grid
     mixing: str = "full"  # "full" or "separable"
     feature_map: str = "relu"  # relu, relu_eps, elu, identity, positive_random, hedgehog
     normalize: bool = True  # divide by φ(q)·z̃
@@ -59,6 +59,10 @@ class MHLAConfig:
         for name in ("normalize", "learn_mixing", "cpe", "gate", "head_norm", "temporal_causal"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if self.feature_map == "identity" and self.normalize:
+            raise UserError(
+                "feature_map='identity' has negative features, whose sums cannot normalise; give normalize=False too."
+            )
         if self.eps is not None and (not _is_number(self.eps) or not 0 < self.eps < float("inf")):
             raise UserError(f"eps={self.eps!r} must be a positive number or None.")
         if not _is_number(self.locality) or not 0 <= self.locality <= 1:
@@ -79,6 +83,8 @@ class MHLAConfig:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> MHLAConfig:
         """The config with the given fields, as read from a model's config.json or a YAML file."""
+        if not isinstance(fields, Mapping):
+            raise UserError(f"fields={fields!r} of an MHLAConfig must be a mapping, such as {{'cpe': True}}.")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in fields:
             if name not in known:
@@ -127,7 +133,8 @@ class MHLAProcessor(nn.Module):
             raise UserError(f"give MHLAProcessor either a config or fields, not both (got {', '.join(fields)}).")
         if config is not None and not isinstance(config, MHLAConfig):
             raise UserError(f"config={config!r} must be an MHLAConfig; fields go by name: MHLAProcessor(cpe=True).")
-        MHLAConfig.from_dict(fields)  # a wrong field is reported here, where it was typed
+        # A wrong field is reported here, where it was typed; whether the family's default normalises shows later.
+        MHLAConfig.from_dict({"normalize": False, **fields})
         self.config = config
         self.fields = fields
         self.grid: tuple[int, ...] | None = None
@@ -276,6 +283,14 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
 
+def check_processor(processor: Any) -> None:
+    """Raise a UserError unless this can be set as attention processors."""
+    if isinstance(processor, type):
+        raise UserError(f"processor is the class {processor.__name__}; make one of it: {processor.__name__}().")
+    if not callable(processor) and not isinstance(processor, dict):
+        raise UserError(f"processor={processor!r} must be an attention processor such as MHLAProcessor(), or a dict.")
+
+
 @lru_cache(maxsize=64)
 def _tell_empty_blocks(layout: BlockLayout) -> None:
     """Warn, once, of a grid that cannot fill all blocks: a mixing weight of an empty block costs and learns nothing."""
@@ -283,7 +298,7 @@ def _tell_empty_blocks(layout: BlockLayout) -> None:
         warnings.warn(
             f"blocks={layout.blocks} makes {layout.num_blocks:,} blocks, but the token grid {layout.grid} has only "
             f"{layout.num_tokens:,} tokens: blocks that hold no token cost time and memory for nothing; give lower "
-            "counts, or blocks=None, which chooses them from the grid",
+            "counts if this size is the usual one",
             stacklevel=2,
         )
 

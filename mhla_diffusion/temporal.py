@@ -6,10 +6,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .attention import check_mixing, check_shapes, full_mixing, saturating_cast
+from .attention import check_mixing, check_normaliser, check_shapes, full_mixing, saturating_cast
 from .causal import temporal_causal_mixing
 from .errors import UserError
-from .feature_maps import no_autocast
+from .feature_maps import accumulation_dtype, no_autocast
 from .kernels.plain import Mixing, head_blocks
 from .layout import BlockLayout
 
@@ -32,18 +32,19 @@ class TemporalState:
     """
 
     def __init__(self, mixing: Mixing, layout: BlockLayout, normalize: bool = True, eps: float = 1e-6) -> None:
+        check_mixing(mixing, layout)
+        check_normaliser(normalize, eps)
         if len(layout.grid) != 3:
             raise UserError(f"layout has grid={layout.grid}; expected three axes, (frames, height, width).")
-        check_mixing(mixing, layout)
         self.mixing = full_mixing(temporal_causal_mixing(mixing, layout.blocks))
         self.layout = layout
         self.normalize, self.eps = normalize, eps
-        frames, count = layout.grid[0], layout.blocks[0]
-        lengths = [(i + 1) * frames // count - i * frames // count for i in range(count)]
-        self.waiting = [(i, length) for i, length in enumerate(lengths) if length]  # blocks in time and their frames
+        frames = BlockLayout(layout.grid[:1], layout.blocks[:1]).block_sizes
+        self.waiting = [(i, length) for i, length in enumerate(frames) if length]  # blocks in time and their frames
         self.seen: list[int] = []  # blocks in time that were fed
         self.summaries: list[Tensor] = []  # of each of these, (B, H, blocks in space, D, E)
         self.normalisers: list[Tensor] = []  # likewise (B, H, blocks in space, D)
+        self.is_rotated: bool | None = None  # whether these frames came with rotary embedding; None before the first
 
     @property
     def next_frames(self) -> int:
@@ -62,44 +63,55 @@ class TemporalState:
             (B, T, H, E) in `value`'s dtype; sums run in float32, in float64 for float64 input.
 
         Raises:
-            UserError: for another number of tokens, tokens after the last frame, or shapes that disagree.
+            UserError: for another number of tokens, tokens after the last frame, shapes that disagree, or rotary given
+                for some frames only. The state then is as before the call.
         """
         if not self.waiting:
             raise UserError(f"all {self.layout.grid[0]} frames of grid={self.layout.grid} were fed; make a new state.")
         here = BlockLayout((self.next_frames, *self.layout.grid[1:]), (1, *self.layout.blocks[1:]))
         check_shapes(query, key, value, here, rotary)
-        self._check_earlier(query, value)
+        numerator_query, numerator_key = rotary if rotary is not None else (query, key)
+        self._check_earlier(query, numerator_query, value, rotary is not None)
         with no_autocast(query):
-            queries, keys = (head_blocks(x, here) for x in (query, key))
-            moved_queries, moved_keys = (head_blocks(x, here) for x in rotary) if rotary else (queries, keys)
-            self.seen.append(self.waiting.pop(0)[0])
-            self.summaries.append(moved_keys.mT @ head_blocks(value, here))
-            self.normalisers.append(keys.sum(dim=-2))
-            weights = self._weights(here.num_blocks).to(queries.dtype)
-            out = moved_queries @ _mixed(self.summaries, weights)
+            wide = accumulation_dtype(query, key, value, numerator_query, numerator_key, *self.summaries)
+            moved_keys, values = (head_blocks(x, here, wide) for x in (numerator_key, value))
+            seen = [*self.seen, self.waiting[0][0]]
+            summaries = [*self.summaries, moved_keys.mT @ values]
+            normalisers = [*self.normalisers, head_blocks(key, here, wide).sum(dim=-2)]
+            weights = self._weights(seen, here.num_blocks).to(wide)
+            out = head_blocks(numerator_query, here, wide) @ _mixed(summaries, weights)
             if self.normalize:
-                normaliser = _mixed(self.normalisers, weights)
-                denominator = torch.einsum("bhmld,bhmd->bhml", queries, normaliser)
+                normaliser = _mixed(normalisers, weights)
+                denominator = torch.einsum("bhmld,bhmd->bhml", head_blocks(query, here, wide), normaliser)
                 out = out / (denominator.unsqueeze(-1) + self.eps)
-            return saturating_cast(here.from_blocks(rearrange(out, "b h m l e -> b m l h e")), value.dtype)
+            out = saturating_cast(here.from_blocks(rearrange(out, "b h m l e -> b m l h e")), value.dtype)
+        self.seen, self.summaries, self.normalisers = seen, summaries, normalisers
+        self.waiting, self.is_rotated = self.waiting[1:], rotary is not None
+        return out
 
-    def _weights(self, per_time: int) -> Tensor:
-        """Of all blocks seen so far for those seen last, (blocks in space, blocks seen)."""
+    def _weights(self, seen: list[int], per_time: int) -> Tensor:
+        """Of all blocks seen for those seen last, (blocks in space, blocks seen)."""
         by_time = self.mixing.unflatten(1, (-1, per_time)).unflatten(0, (-1, per_time))
-        return by_time[self.seen[-1]][:, self.seen].flatten(1)
+        return by_time[seen[-1]][:, seen].flatten(1)
 
-    def _check_earlier(self, query: Tensor, value: Tensor) -> None:
-        if not self.summaries:
+    def _check_earlier(self, query: Tensor, numerator_query: Tensor, value: Tensor, is_rotated: bool) -> None:
+        if self.is_rotated is None:
             return
-        batch, heads, _, dim, width = self.summaries[0].shape
-        if (query.shape[0], *query.shape[2:], value.shape[3]) != (batch, heads, dim, width):
+        if is_rotated != self.is_rotated:
+            given = "with" if self.is_rotated else "without"
+            raise UserError(f"rotary must be given for all frames or for none; the earlier ones came {given} it.")
+        batch, heads, _, dim = self.normalisers[0].shape
+        numerator_dim, width = self.summaries[0].shape[3:]
+        expected = (batch, heads, dim, numerator_dim, width)
+        if (query.shape[0], *query.shape[2:], numerator_query.shape[3], value.shape[3]) != expected:
             raise UserError(
                 f"query {tuple(query.shape)} and value {tuple(value.shape)} must agree with the earlier frames: "
-                f"batch {batch}, {heads} heads, dimension {dim}, value dimension {width}."
+                f"batch {batch}, {heads} heads, dimension {dim} ({numerator_dim} in the numerator), value dimension "
+                f"{width}."
             )
 
 
 def _mixed(summaries: list[Tensor], weights: Tensor) -> Tensor:
-    """Σ_b weights_ib x_b over the blocks of all tensors (B, H, M, ...)."""
-    together = torch.cat(summaries, dim=2)
+    """Σ_b weights_ib x_b over the blocks of all tensors (B, H, M, ...), in the weights' dtype."""
+    together = torch.cat(summaries, dim=2).to(weights.dtype)
     return (weights @ together.flatten(3)).unflatten(3, together.shape[3:])

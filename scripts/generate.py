@@ -36,7 +36,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--instruction",
         nargs="*",
         metavar="LINE",
-        help="SANA: lines before each prompt, as data.instruction in training; none: no instruction (default: SANA's)",
+        help="SANA: lines before each prompt, as data.instruction in training; no LINE: none (default: SANA's)",
     )
     parser.add_argument("--npz", action="store_true", help="also write samples.npz, as the ADM suite reads it")
     return parser.parse_args(argv)

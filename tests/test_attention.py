@@ -402,6 +402,12 @@ def good_arguments():
         ({"mixing": (torch.ones(2, 2), torch.ones(3, 3))}, r"mixing has shape \(2, 2\), \(3, 3\), but blocks="),
         ({"rotary": (torch.ones(2, 12, 2, 4), torch.ones(2, 12, 2, 6))}, r"rotary=.* must be a rotated query and key"),
         ({"rotary": (torch.ones(2, 11, 2, 4),) * 2}, r"rotary=\(\(2, 11, 2, 4\), .*agree with query \(2, 12, 2, 4\)"),
+        ({"rotary": torch.ones(2, 12, 2, 4)}, "rotary must be a pair: query and key with rotary"),
+        ({"query": [1.0]}, "query is a list; expected a tensor of floating-point numbers"),
+        ({"value": torch.ones(2, 12, 2, 3, dtype=torch.int64)}, "value is torch.int64; expected a tensor of floating"),
+        ({"mixing": None}, "mixing is a NoneType; expected a tensor, or one tensor per axis"),
+        ({"mixing": [[1.0, 0.0], [0.0, 1.0]]}, "mixing is a list; expected a tensor, or one tensor per axis"),
+        ({"layout": (3, 4)}, r"layout=\(3, 4\) must be a BlockLayout"),
         ({"key_mask": torch.ones(2, 12)}, r"key_mask \(2, 12\) torch.float32 must be bool of shape \(2, 12\)"),
         (
             {"key_mask": torch.ones(2, 11).bool()},
@@ -422,3 +428,27 @@ def test_shapes_that_disagree_are_refused_in_one_sentence(change, sentence):
         shared = {name: x for name, x in (good_arguments() | change).items() if name not in ("mixing", "layout")}
         with pytest.raises(UserError, match=f"^{sentence}"):
             linear_attention(**shared)
+
+
+@pytest.mark.parametrize("attention", [mhla_attention, linear_attention])
+@pytest.mark.parametrize(
+    ("change", "sentence"), [({"normalize": "x"}, "normalize='x' must"), ({"eps": None}, "eps=None")]
+)
+def test_how_to_normalise_is_checked(attention, change, sentence):
+    arguments = good_arguments() | change
+    if attention is linear_attention:
+        del arguments["mixing"], arguments["layout"]
+    with pytest.raises(UserError, match=sentence):
+        attention(**arguments)
+
+
+@pytest.mark.parametrize("backend", ["plain", "cpu"])
+@pytest.mark.parametrize("wide", ["query", "key", "value"])
+def test_tensors_of_several_dtypes_are_summed_in_the_widest(wide, backend):
+    arguments = good_arguments()
+    expected = mhla_attention(**arguments)
+    mixed = {name: x if name in (wide, "mixing", "layout") else x.float() for name, x in arguments.items()}
+    out = mhla_attention(**mixed, backend=backend)
+    assert out.dtype == mixed["value"].dtype and relative_error(out, expected) < 1e-6
+    narrow = {name: mixed[name] for name in ("query", "key", "value")}
+    assert relative_error(linear_attention(**narrow), linear_attention(*(arguments[name] for name in narrow))) < 1e-6

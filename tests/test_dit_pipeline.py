@@ -13,6 +13,7 @@ from diffusers import (
     DPMSolverMultistepScheduler,
     EulerDiscreteScheduler,
 )
+from diffusers.models.attention_processor import AttnProcessor2_0
 from dit_models import SMALL, disturb, small_dit, small_vae
 
 from mhla_diffusion import MHLADiTTransformer2DModel
@@ -227,8 +228,8 @@ def test_half_precision_pipelines_load_and_stay_near_float32(tmp_path, dtype):
 
 def test_stock_processors_pass_through_to_the_transformer():
     pipe = quiet(MHLADiTPipeline(small_dit(), None, DDIMScheduler()))
-    with pytest.raises(UserError, match="processor=None must be an MHLAProcessor on a DiTTransformer2DModel"):
-        pipe.set_attn_processor(None)
+    with pytest.raises(UserError, match="processor=<.*AttnProcessor2_0.*> must be an MHLAProcessor on a DiT"):
+        pipe.set_attn_processor(AttnProcessor2_0())
     pipe = mhla_pipeline()
     processors = pipe.transformer.attn_processors
     pipe.set_attn_processor(processors)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiTTransformer2DModel
+from diffusers import DDIMScheduler, DiTTransformer2DModel
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, SanaLinearAttnProcessor2_0
 from diffusers.models.transformers.transformer_wan import WanAttention, WanRotaryPosEmbed
 from dit_models import dense_mhla, disturb, inputs, small_dit
@@ -16,6 +16,7 @@ from safetensors import safe_open
 
 from mhla_diffusion import MHLAConfig, MHLADiTTransformer2DModel, MHLAProcessor, apply_mhla
 from mhla_diffusion.errors import UserError
+from mhla_diffusion.pipelines import MHLADiTPipeline
 
 WAN_LAYERS = sorted((Path(__file__).parent / "fixtures" / "wan").glob("*.safetensors"))
 EVERYTHING = {"cpe": True, "gate": True, "head_norm": True}
@@ -89,6 +90,7 @@ def test_a_config_names_every_field_in_its_dict():
         ({"layers": [0, 1.5]}, r"layers=\[0, 1.5\] must be"),
         ({"layers": 1.5}, "layers=1.5 as a share of the layers must lie above 0 and not above 1"),
         ({"spacing": "odd"}, "spacing='odd' must be 'even', 'first' or 'last'"),
+        ({"feature_map": "identity", "normalize": True}, "'identity' has negative features.*give normalize=False too"),
         ({"rope": "never"}, "rope='never' must be 'after' or 'before'"),
         ({"feature_maps": "relu"}, r"no field 'feature_maps' \(did you mean 'feature_map'\?\); known: blocks, mixing"),
     ],
@@ -97,6 +99,28 @@ def test_a_wrong_field_is_refused_where_it_is_typed(fields, sentence):
     for make in (MHLAConfig.from_dict, lambda fields: MHLAProcessor(**fields)):
         with pytest.raises(UserError, match=sentence):
             make(fields)
+
+
+def test_identity_features_are_refused_where_the_family_normalises():
+    with pytest.raises(UserError, match="'identity' has negative features, whose sums cannot normalise"):
+        small = MHLADiTTransformer2DModel(**small_dit().config)
+        small.set_attn_processor(MHLAProcessor(feature_map="identity"))
+    mhla_dit(MHLAConfig(feature_map="identity", normalize=False))
+
+
+@pytest.mark.parametrize(
+    ("processor", "sentence"),
+    [
+        (MHLAProcessor, r"processor is the class MHLAProcessor; make one of it: MHLAProcessor\(\)"),
+        (None, "processor=None must be an attention processor such as MHLAProcessor"),
+        ("mhla", "processor='mhla' must be an attention processor"),
+    ],
+)
+def test_what_is_no_processor_is_refused(processor, sentence):
+    pipeline = MHLADiTPipeline(small_dit(), None, DDIMScheduler())
+    for target in (mhla_dit(), pipeline):
+        with pytest.raises(UserError, match=sentence):
+            target.set_attn_processor(processor)
 
 
 def test_a_processor_takes_a_config_or_fields():

@@ -125,3 +125,32 @@ def test_it_is_an_option_of_grids_with_time():
     assert all(block.attn1.processor.config.temporal_causal for block in model.blocks)
     with pytest.raises(UserError, match="temporal_causal=True needs three axes"):
         MHLADiTTransformer2DModel.from_base(small_dit(), MHLAConfig(temporal_causal=True))
+
+
+def test_a_refused_call_leaves_the_state_as_it_was():
+    layout = BlockLayout((4, 2, 3), (2, 2, 2))
+    query, key, value, _ = random_inputs(0, 1, layout.num_tokens, 2, 4, 3)
+    rotary = (rotated(query), rotated(key))
+    mixing = torch.rand(8, 8, dtype=torch.float64)
+    state = TemporalState(mixing, layout)
+    first, second = slice(0, 12), slice(12, 24)
+    outs = [state.extend(query[:, first], key[:, first], value[:, first], tuple(x[:, first] for x in rotary))]
+    with pytest.raises(UserError, match="rotary must be given for all frames or for none; the earlier ones came with"):
+        state.extend(query[:, second], key[:, second], value[:, second])
+    with pytest.raises(UserError, match="query has 13 tokens"):
+        state.extend(query[:, :13], key[:, :13], value[:, :13], tuple(x[:, :13] for x in rotary))
+    outs.append(state.extend(query[:, second], key[:, second], value[:, second], tuple(x[:, second] for x in rotary)))
+    expected = mhla_attention(query, key, value, temporal_causal_mixing(mixing, layout.blocks), layout, rotary=rotary)
+    assert relative_error(torch.cat(outs, dim=1), expected) <= 1e-10
+
+
+def test_frames_may_come_in_several_dtypes():
+    layout = BlockLayout((4, 2, 3), (2, 2, 2))
+    query, key, value, _ = random_inputs(0, 1, layout.num_tokens, 2, 4, 3)
+    mixing = torch.rand(8, 8, dtype=torch.float64)
+    state = TemporalState(mixing, layout)
+    first = state.extend(query[:, :12].float(), key[:, :12].float(), value[:, :12].float())
+    second = state.extend(query[:, 12:].float(), key[:, 12:], value[:, 12:])
+    assert first.dtype == torch.float32 and second.dtype == torch.float64
+    expected = mhla_attention(query, key, value, temporal_causal_mixing(mixing, layout.blocks), layout)
+    assert relative_error(torch.cat([first, second], dim=1), expected) <= 1e-5

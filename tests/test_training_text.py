@@ -308,6 +308,13 @@ def test_a_class_that_takes_no_adapters_is_told():
         choose_trainable(family_named("dit"), dit_models.small_dit(), TrainOptions(trainable="attention", lora_rank=1))
 
 
+def test_adapters_beyond_the_rank_of_the_weights_are_refused():
+    model = sana_components.small_transformer()
+    largest = max(min(layer.weight.shape) for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    with pytest.raises(UserError, match=f"train.lora_rank is {largest + 1}, but no layer's weights have a rank above"):
+        choose_trainable(SANA, model, TrainOptions(trainable="mhla", lora_rank=largest + 1))
+
+
 def test_attention_learns_beside_adapters_on_the_rest(place):
     model = sana_components.small_transformer()
     choose_trainable(SANA, model, TrainOptions(trainable="attention", lora_rank=1))

@@ -16,7 +16,13 @@ from wan_models import disturb, mhla_transformer, small_components, stock_transf
 from mhla_diffusion import MHLAConfig, MHLAProcessor, MHLAWanTransformer3DModel, apply_mhla
 from mhla_diffusion.backbones import family_named
 from mhla_diffusion.errors import UserError
-from mhla_diffusion.pipelines import MHLAWanImageToVideoPipeline, MHLAWanPipeline, MHLAWanVideoToVideoPipeline
+from mhla_diffusion.pipelines import (
+    MHLADiTPipeline,
+    MHLASanaPipeline,
+    MHLAWanImageToVideoPipeline,
+    MHLAWanPipeline,
+    MHLAWanVideoToVideoPipeline,
+)
 
 WAN = family_named("wan")
 SMALL_VIDEO = {"height": 16, "width": 32, "num_frames": 5, "num_inference_steps": 2, "output_type": "np"}
@@ -90,6 +96,15 @@ def test_saved_pipelines_give_the_same_bits_in_a_new_process(tmp_path):
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, capture_output=True)
     for pipeline in (own, stock):
         np.testing.assert_array_equal(np.load(tmp_path / f"{type(pipeline).__name__}.npy"), generate(pipeline))
+
+
+@pytest.mark.parametrize("wrong", [MHLASanaPipeline, MHLADiTPipeline])
+def test_a_pipeline_of_another_family_is_named(wrong, tmp_path):
+    text_pipeline().save_pretrained(tmp_path)
+    with pytest.raises(
+        UserError, match=f"holds a pipeline with a MHLAWan.*; {wrong.__name__} takes a .*Transformer2DM"
+    ):
+        wrong.from_pretrained(tmp_path)
 
 
 def test_loaded_weights_are_aligned_so_that_sums_do_not_depend_on_where_the_file_left_them(tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import UserError
 from ..layout import choose_blocks
 from ..mixing import BlockMixing
-from ..processor import MHLAConfig, MHLAProcessor
+from ..processor import MHLAConfig, MHLAProcessor, check_processor
 from .family import Family
 
 PROCESSOR_KEY = ".processor."
@@ -51,6 +51,7 @@ class MHLAModelMixin:
 
         Warns where the model's output becomes another than before (softmax attention replaced: noise until fine-tuned).
         """
+        check_processor(processor)
         if isinstance(processor, MHLAProcessor):
             before = self.mhla_config
             self._set_mhla(processor)

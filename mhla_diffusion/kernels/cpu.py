@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor
 
+from ..feature_maps import accumulation_dtype
 from ..layout import BlockLayout
 from . import plain
 from .cpu_layouts import Boxes, Part, Run, Slots, largest_divisor
@@ -54,7 +54,7 @@ class CPUKernel:
         self.normalize, self.eps = normalize, eps
         self.feature_map = feature_map
         self.inputs = (query, key, value)
-        self.dtype = reduce(torch.promote_types, (query.dtype, key.dtype, value.dtype), torch.float32)
+        self.dtype = accumulation_dtype(query, key, value)
         self.factors = [factor.to(self.dtype) for factor in factors]
         self.places = Boxes(layout) if layout.is_even else Slots(layout)
         self.query, self.key, self.value = map(self.places.tokens, self.inputs)

@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from ..feature_maps import at_least_float32, no_autocast
+from ..feature_maps import accumulation_dtype, no_autocast
 from ..layout import BlockLayout
 
 Mixing = Tensor | Sequence[Tensor]
@@ -27,15 +27,16 @@ def attend(
 ) -> Tensor:
     """`mhla_attention` of tensors that were checked, after the feature map."""
     with no_autocast(query):
+        wide = accumulation_dtype(query, key, value, *(rotary or ()))
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
-        key_blocks = head_blocks(masked(numerator_key, key_mask), layout)  # (B, H, M, L, D)
-        summaries = key_blocks.mT @ head_blocks(value, layout, zero_padding=False)  # (B, H, M, D, E)
-        query_blocks = head_blocks(numerator_query, layout, zero_padding=False)
+        key_blocks = head_blocks(masked(numerator_key, key_mask), layout, wide)  # (B, H, M, L, D)
+        summaries = key_blocks.mT @ head_blocks(value, layout, wide, zero_padding=False)  # (B, H, M, D, E)
+        query_blocks = head_blocks(numerator_query, layout, wide, zero_padding=False)
         out = query_blocks @ mix_blocks(summaries, mixing, layout)  # (B, H, M, L, E)
         if normalize:
             if rotary is not None:
-                key_blocks = head_blocks(masked(key, key_mask), layout)
-                query_blocks = head_blocks(query, layout, zero_padding=False)
+                key_blocks = head_blocks(masked(key, key_mask), layout, wide)
+                query_blocks = head_blocks(query, layout, wide, zero_padding=False)
             normaliser = mix_blocks(key_blocks.sum(dim=-2), mixing, layout)  # (B, H, M, D)
             # einsum, because a batched matrix-vector product is several times slower on CPUs.
             denominator = torch.einsum("bhmld,bhmd->bhml", query_blocks, normaliser)
@@ -68,6 +69,6 @@ def masked(key: Tensor, key_mask: Tensor | None) -> Tensor:
     return key if key_mask is None else key.masked_fill(~key_mask[:, :, None, None], 0)
 
 
-def head_blocks(tokens: Tensor, layout: BlockLayout, zero_padding: bool = True) -> Tensor:
-    """(B, N, H, D) to (B, H, M, L, D) in the accumulation dtype; padding of keys must be zero, others drop out."""
-    return at_least_float32(layout.to_blocks(rearrange(tokens, "b n h d -> b h n d"), 2, zero_padding))
+def head_blocks(tokens: Tensor, layout: BlockLayout, dtype: torch.dtype, zero_padding: bool = True) -> Tensor:
+    """(B, N, H, D) to (B, H, M, L, D) in `dtype`; padding of keys must be zero, others drop out."""
+    return layout.to_blocks(rearrange(tokens, "b n h d -> b h n d"), 2, zero_padding).to(dtype)

@@ -54,7 +54,7 @@ class DataOptions:
     )
     streaming: bool = option(False, "read a Hugging Face dataset in order from its files, without a copy on disk")
     instruction: list[str] | None = option(None, "lines before each caption; null: as the family's pipeline does it")
-    max_tokens: int | None = option(None, "tokens kept of a caption; null: as the family's pipeline does it", minimum=1)
+    max_tokens: int | None = option(None, "tokens kept of a caption; null: as many as generation keeps", minimum=1)
     num_frames: int = option(1, "frames of a clip, 4k + 1; 1: images", minimum=1)
     fps: float = option(16.0, "frames per second that videos are read at")
     short_clips: str = option("skip", "videos shorter than a clip", choices=("skip", "loop", "hold"))

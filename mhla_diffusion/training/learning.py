@@ -53,21 +53,23 @@ def add_adapters(family: Family, model: nn.Module, rank: int) -> None:
             "train.lora_rank=0"
         )
     blocks = {id(block) for block in family.blocks_of(model)}
-    targets = [
-        f"{place}.{name}"
+    targets = {
+        f"{place}.{name}": min(layer.in_features, layer.out_features)
         for place, block in model.named_modules()
         if id(block) in blocks
         for name, layer in block.named_modules()
         if isinstance(layer, nn.Linear) and name.startswith(("attn", "ff"))  # "ffn" in some families
         if not any(parameter.requires_grad for parameter in layer.parameters()) and ".processor." not in name
-    ]
+    }
     if not targets:
         raise UserError(
             f"train.lora_rank is {rank}, but no linear layer is frozen; set train.trainable=attention or mhla, or "
             "train.lora_rank=0"
         )
+    if rank > max(targets.values()):
+        raise UserError(f"train.lora_rank is {rank}, but no layer's weights have a rank above {max(targets.values())}")
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets))
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=list(targets)))
     for parameter in learning:  # which the adapters have frozen
         parameter.requires_grad_(True)
 
