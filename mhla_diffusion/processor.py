@@ -104,6 +104,8 @@ class MHLAConfig:
         if self.layers == "hybrid":
             if hybrid is None:
                 raise UserError("layers='hybrid' is not defined for this model family; give a list of layer indices.")
+            if not hybrid:
+                raise UserError(f"layers='hybrid' gives MHLA to none of the model's {num_layers} layers; give a list.")
             return hybrid
         if isinstance(self.layers, float):
             return _share_of_layers(self.layers, self.spacing, num_layers)

@@ -189,6 +189,11 @@ def test_layers_by_name_share_or_list(layers, spacing, expected):
     assert MHLAConfig.from_dict(json.loads(json.dumps(model.config.mhla))).layers == model.mhla_config.layers
 
 
+def test_a_hybrid_without_any_mhla_layer_is_refused():
+    with pytest.raises(UserError, match="layers='hybrid' gives MHLA to none of the model's 1 layers"):
+        apply_mhla(stock_transformer(num_layers=1), MHLAConfig(blocks=(2, 2, 2), layers="hybrid"))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

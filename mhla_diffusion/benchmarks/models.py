@@ -101,7 +101,7 @@ class ModelCase:
 
 def candidates(case: ModelCase) -> list[str]:
     """The attention that a case can be measured with: the family's own, vanilla linear, MHLA, and the hybrid."""
-    hybrid = case.scope == "model" and case.family.hybrid_layers(case.arguments["num_layers"]) is not None
+    hybrid = case.scope == "model" and bool(case.family.hybrid_layers(case.arguments["num_layers"]))
     return [case.own_attention, "linear", "mhla"] + ["hybrid"] * hybrid
 
 

@@ -202,7 +202,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The sections of a recipe as nested dicts. Raises `UserError` when there is no such file or it is not YAML."""
     if not path.is_file():
         near = [p.name for p in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-        raise UserError(f"--config {path} does not exist{nearest(path.name, near)}")
+        what = "is a folder" if path.is_dir() else "does not exist"
+        raise UserError(f"--config {path} {what}{nearest(path.name, near)}")
     try:
         loaded = OmegaConf.to_container(OmegaConf.load(path))
     except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError, OSError) as error:
