@@ -319,6 +319,8 @@ class _TokenConv:
     """
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # Through this view the gradient comes back with the strides of the weight, as DistributedDataParallel wants it.
+        weight = weight.flatten(1).unflatten(1, weight.shape[1:])
         if input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32:
             last = torch.channels_last if input.ndim == 4 else torch.channels_last_3d
             weight = weight.to(memory_format=last)

@@ -332,6 +332,7 @@ def test_position_encoding_is_a_depthwise_convolution_in_any_memory_format(grid,
     assert relative_error(out.movedim(1, -1), expected) < 1e-6
     for found, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), exact), strict=True):
         assert found.shape == wanted.shape and relative_error(found, wanted) < 1e-5
+    assert gradients[1].stride() == conv.weight.stride()  # else DistributedDataParallel warns
 
 
 def test_fused_projections_are_used():
