@@ -60,7 +60,7 @@ def mhla_attention(
     check_mixing(mixing, layout)
     check_shapes(query, key, value, layout, rotary, key_mask)
     check_normaliser(normalize, eps)
-    if feature_map not in ELEMENTWISE:
+    if not isinstance(feature_map, str) or feature_map not in ELEMENTWISE:
         raise UserError(f"feature_map={feature_map!r} is not elementwise; known: {', '.join(ELEMENTWISE)}.")
     if rotary is not None and feature_map != "identity":
         raise UserError(f"feature_map={feature_map!r} must have been applied before rotary; leave it out.")
@@ -165,6 +165,8 @@ def check_shapes(
             f"rotary=({tuple(rotary[0].shape)}, {tuple(rotary[1].shape)}) must be a rotated query and key that agree "
             f"with query {tuple(query.shape)} in batch, tokens and heads."
         )
+    if key_mask is not None and not isinstance(key_mask, Tensor):
+        raise UserError(f"key_mask is a {type(key_mask).__name__}; expected a bool tensor.")
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != key.shape[:2]):
         raise UserError(
             f"key_mask {tuple(key_mask.shape)} {key_mask.dtype} must be bool of shape {tuple(key.shape[:2])}, "
@@ -187,6 +189,8 @@ def check_mixing(mixing: Mixing, layout: BlockLayout) -> None:
     parts = (mixing,) if isinstance(mixing, Tensor) else mixing
     if not isinstance(parts, list | tuple) or not all(isinstance(part, Tensor) for part in parts):
         raise UserError(f"mixing is a {type(mixing).__name__}; expected a tensor, or one tensor per axis.")
+    if not all(part.is_floating_point() for part in parts):
+        raise UserError(f"mixing is {parts[0].dtype}; expected floating-point numbers.")
     m = layout.num_blocks
     if isinstance(mixing, Tensor):
         shapes, expected = [tuple(mixing.shape)], [(m, m)]

@@ -39,8 +39,8 @@ def causal_mhla_attention(
         eps: added to the denominator, so an all-zero query gives zero.
 
     Returns:
-        (B, N, H, E) in `value`'s dtype. Sums run in float32 (float64 for float64 input), autocast or not; a float16
-        result saturates instead of overflowing.
+        (B, N, H, E) in `value`'s dtype. Sums run in the widest dtype of the input, at least float32, autocast or not;
+        a float16 result saturates instead of overflowing.
 
     Raises:
         UserError: when shapes disagree.
@@ -79,6 +79,7 @@ def causal_mhla_attention_matrix(
     """
     check_shapes(query, key, key)
     _check_chunks(query, mixing, chunk_size)
+    check_normaliser(normalize, eps)
     chunk = torch.arange(query.shape[1], device=query.device) // chunk_size
     weights = mixing.to(torch.float64)[chunk][:, chunk].tril()
     matrix = weights * torch.einsum("bqhd,bthd->bhqt", query.to(torch.float64), key.to(torch.float64))
@@ -105,6 +106,7 @@ class CausalState:
     def __init__(self, mixing: Tensor, chunk_size: int = 64, normalize: bool = False, eps: float = 1e-6) -> None:
         _check_chunk_size(chunk_size)
         check_normaliser(normalize, eps)
+        _check_matrix(mixing)
         if mixing.ndim != 2 or mixing.shape[0] != mixing.shape[1]:
             raise UserError(f"mixing has shape {tuple(mixing.shape)}; expected (M, M), one row and column per chunk.")
         self.mixing = mixing
@@ -118,16 +120,22 @@ class CausalState:
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with one new token: query and key (B, H, D), value (B, H, E) to (B, H, E) in `value`'s dtype."""
-        if query.ndim != 3:
-            raise UserError(f"query has shape {tuple(query.shape)}; step expects one token, (batch, heads, dimension).")
+        if not isinstance(query, Tensor) or query.ndim != 3:
+            what = f"shape {tuple(query.shape)}" if isinstance(query, Tensor) else f"type {type(query).__name__}"
+            raise UserError(f"query has {what}; step expects one token, (batch, heads, dimension).")
         return self.extend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)).squeeze(1)
 
     def extend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with T new tokens: query and key (B, T, H, D), value (B, T, H, E) to (B, T, H, E) in its dtype."""
+        """Attend with T new tokens: query and key (B, T, H, D), value (B, T, H, E) to (B, T, H, E) in its dtype.
+
+        Sums run in the widest dtype of these and earlier tokens, at least float32.
+        """
         check_shapes(query, key, value)
         self._check_tokens(query, value)
         with no_autocast(query):
-            wide = accumulation_dtype(query, key, value)
+            known = () if self.current is None else (self.current,)
+            wide = accumulation_dtype(query, key, value, *known)
+            self.past, self.current = (x if x is None else x.to(wide) for x in (self.past, self.current))
             tokens = (query.to(wide), key.to(wide), _with_ones(value.to(wide), self.normalize))
             queries, keys, values = (rearrange(x, "b t h d -> b h t d") for x in tokens)
             outs, start, new_tokens = [], 0, query.shape[1]
@@ -162,7 +170,7 @@ class CausalState:
         self.past, self.current = zero, zero
         if chunk > 0:
             weights = self.mixing[chunk, :chunk].to(zero.dtype)
-            self.past = torch.tensordot(weights, torch.stack(self.summaries), dims=1)
+            self.past = torch.tensordot(weights, torch.stack([x.to(zero.dtype) for x in self.summaries]), dims=1)
 
     def _check_tokens(self, query: Tensor, value: Tensor) -> None:
         longest = self.mixing.shape[0] * self.chunk_size
@@ -229,9 +237,16 @@ def _check_chunk_size(chunk_size: int) -> None:
         raise UserError(f"chunk_size={chunk_size!r} must be a positive integer.")
 
 
+def _check_matrix(mixing: Tensor) -> None:
+    if not isinstance(mixing, Tensor) or not mixing.is_floating_point():
+        what = mixing.dtype if isinstance(mixing, Tensor) else f"a {type(mixing).__name__}"
+        raise UserError(f"mixing is {what}; expected a tensor of floating-point numbers.")
+
+
 def _check_chunks(query: Tensor, mixing: Tensor, chunk_size: int) -> None:
     _check_chunk_size(chunk_size)
     chunks = -(-query.shape[1] // chunk_size)
+    _check_matrix(mixing)
     if tuple(mixing.shape) != (chunks, chunks):
         raise UserError(
             f"mixing has shape {tuple(mixing.shape)}, but {query.shape[1]} tokens in chunks of chunk_size={chunk_size} "

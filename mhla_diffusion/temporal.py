@@ -60,7 +60,7 @@ class TemporalState:
             rotary: (query, key) with rotary embedding applied, for the numerator.
 
         Returns:
-            (B, T, H, E) in `value`'s dtype; sums run in float32, in float64 for float64 input.
+            (B, T, H, E) in `value`'s dtype; sums run in the widest dtype of these and earlier frames, at least float32.
 
         Raises:
             UserError: for another number of tokens, tokens after the last frame, shapes that disagree, or rotary given

@@ -407,6 +407,8 @@ def good_arguments():
         ({"value": torch.ones(2, 12, 2, 3, dtype=torch.int64)}, "value is torch.int64; expected a tensor of floating"),
         ({"mixing": None}, "mixing is a NoneType; expected a tensor, or one tensor per axis"),
         ({"mixing": [[1.0, 0.0], [0.0, 1.0]]}, "mixing is a list; expected a tensor, or one tensor per axis"),
+        ({"mixing": torch.ones(4, 4).bool()}, "mixing is torch.bool; expected floating-point numbers"),
+        ({"key_mask": [True]}, "key_mask is a list; expected a bool tensor"),
         ({"layout": (3, 4)}, r"layout=\(3, 4\) must be a BlockLayout"),
         ({"key_mask": torch.ones(2, 12)}, r"key_mask \(2, 12\) torch.float32 must be bool of shape \(2, 12\)"),
         (

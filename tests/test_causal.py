@@ -333,3 +333,25 @@ def test_temporal_causal_mixing_refuses_a_mixing_of_other_blocks():
         temporal_causal_mixing(torch.ones(4, 4), (3, 2))
     with pytest.raises(UserError, match=r"^blocks=\(0, 2\) must be one to three positive integers"):
         temporal_causal_mixing(torch.ones(4, 4), (0, 2))
+
+
+def test_a_state_takes_tokens_of_several_dtypes():
+    query, key, value, generator = random_inputs(0, 1, 9, 2, 4, 3)
+    mixing = torch.rand(3, 3, generator=generator, dtype=torch.float64)
+    expected = causal_mhla_attention(query, key, value, mixing, chunk_size=3)
+    state = CausalState(mixing, chunk_size=3)
+    for dtypes in ((torch.float64, torch.float32, torch.float64), (torch.float32, torch.float64, torch.float32)):
+        state, outs = CausalState(mixing, chunk_size=3), []
+        for start, dtype in zip((0, 4, 6), dtypes, strict=True):
+            new = slice(start, {0: 4, 4: 6, 6: 9}[start])
+            outs.append(state.extend(*(x[:, new].to(dtype) for x in (query, key, value))))
+            assert outs[-1].dtype == dtype
+        assert relative_error(torch.cat([out.double() for out in outs], dim=1), expected) < 1e-6
+
+
+@pytest.mark.parametrize("mixing", [[[1.0]], (torch.ones(3, 3),), torch.ones(3, 3, dtype=torch.int64)])
+def test_a_mixing_that_is_no_matrix_of_numbers_is_refused(mixing):
+    with pytest.raises(UserError, match="mixing is .*; expected a tensor of floating-point numbers"):
+        CausalState(mixing, 3)
+    with pytest.raises(UserError, match="mixing is .*; expected a tensor of floating-point numbers"):
+        causal_mhla_attention(*torch.rand(3, 1, 9, 2, 4), mixing, 3)

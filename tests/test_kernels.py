@@ -309,3 +309,35 @@ def test_the_fast_path_keeps_less_for_the_backward_pass_than_its_inputs():
     inputs = {x.data_ptr() for x in leaves}
     extra = sum(x.numel() for x in kept if x.data_ptr() not in inputs)
     assert kept and extra <= 256 * 4 + 16 * 16  # denominators and mixing
+
+
+def test_gradients_of_many_outputs_at_once_and_forward_gradients():
+    layout = BlockLayout((4, 4), (2, 2))
+    query, key, value, generator = random_inputs(0, 1, 16, 2, 3, 3)
+    mixing = torch.rand(4, 4, generator=generator, dtype=torch.float64)
+    query.requires_grad_()
+
+    def attention(q, backend=None):
+        return mhla_attention(q, key, value, mixing, layout, feature_map="elu", backend=backend)
+
+    seeds = torch.randn(5, *value.shape, generator=generator, dtype=torch.float64)
+    for create_graph in (False, True):
+        (found,) = torch.autograd.grad(attention(query), query, seeds, is_grads_batched=True, create_graph=create_graph)
+        for seed, gradient in zip(seeds, found, strict=True):
+            (expected,) = torch.autograd.grad(attention(query, "cpu"), query, seed)
+            assert relative_error(gradient, expected) < 1e-10
+    tangent = torch.randn(query.shape, generator=generator, dtype=torch.float64)
+    with torch.autograd.forward_ad.dual_level():
+        out = attention(torch.autograd.forward_ad.make_dual(query.detach(), tangent))
+        forward = torch.autograd.forward_ad.unpack_dual(out).tangent
+    (backward,) = torch.autograd.grad(attention(query), query, seeds[0])
+    assert abs((forward * seeds[0]).sum() - (backward * tangent).sum()) < 1e-10
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (5, 4)])
+@pytest.mark.parametrize(("dim", "width", "batch"), [(0, 3, 1), (3, 0, 1), (3, 3, 0)])
+def test_tensors_without_elements(grid, dim, width, batch):
+    layout = BlockLayout(grid, (2, 2))
+    query, key = torch.rand(2, batch, layout.num_tokens, 2, dim)
+    out = mhla_attention(query, key, torch.rand(batch, layout.num_tokens, 2, width), torch.ones(4, 4), layout)
+    assert out.shape == (batch, layout.num_tokens, 2, width) and not out.any()

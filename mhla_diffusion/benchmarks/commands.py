@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from ..devices import usable_device
@@ -51,6 +52,8 @@ def compare(
     """
     if once and any(isinstance(case, ModelCase) and case.step for case in cases):
         raise UserError("once is for forward passes: the first training step has no optimiser state yet.")
+    if once and (profile or not memory):
+        raise UserError("once measures time and memory and nothing else; it takes neither profile nor memory=False.")
     results = _open(cases[0].device, settings, json, plot)
     names = {id(case): choose(variants, all_candidates(case, backends), case) for case in cases}
     jobs = plan(cases, lambda case: names[id(case)], repeats, budget, memory, profile, once)
@@ -151,6 +154,8 @@ def _open(device: str, settings: Mapping[str, Any], json: Path | None, plot: Pat
     usable_device(device)
     if plot is not None:
         check_writable("plot", plot)
+        if json is not None and plot.resolve() == json.resolve():
+            raise UserError(f"json and plot are both {str(plot)!r}; name two files.")
     results = Results({"machine": machine(device), "settings": dict(settings)}, json)
     if results.found:
         print(f"{results.found} measurements are in {json} already and are not repeated")
@@ -191,4 +196,7 @@ def _key_values(name: str, pairs: Sequence[str]) -> dict[str, Any]:
     bad = [pair for pair in pairs if "=" not in pair]
     if bad:
         raise UserError(f"{name}: {bad[0]!r} must be of the form key=value.")
-    return OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
+    try:
+        return OmegaConf.to_container(OmegaConf.from_dotlist(list(pairs)))
+    except yaml.YAMLError as error:
+        raise UserError(f"{name}: {' '.join(pairs)} is not YAML: {' '.join(str(error).split())}") from None

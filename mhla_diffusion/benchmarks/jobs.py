@@ -12,9 +12,11 @@ from typing import Any
 from tqdm import tqdm
 
 from ..errors import UserError
-from .measure import OUT_OF_MEMORY, enough
+from .measure import enough
 from .results import Case, Results, kind_of
 from .worker import work
+
+KILLED = "killed (out of memory?)"
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def _run(job: Job, results: Results, bar: tqdm) -> None:
                 results.add(job.case, current, **event)
             bar.set_postfix_str(f"{current}, {len(results.of(job.case, current).seconds)}", refresh=True)
     except ProcessKilled:  # not by us
-        _give_up(job, results, current, OUT_OF_MEMORY)
+        _give_up(job, results, current, KILLED)
 
 
 def _give_up(job: Job, results: Results, variant: str, reason: str) -> None:

@@ -84,8 +84,11 @@ class ModelCase:
         return math.prod(lengths) // (patch ** len(lengths) if isinstance(patch, int) else math.prod(patch))
 
     def _latent_shape(self) -> tuple[int, ...]:
-        with torch.device("meta"):
-            return tuple(self.family.example(self.arguments, self.size).latents.shape)
+        try:
+            with torch.device("meta"):
+                return tuple(self.family.example(self.arguments, self.size).latents.shape)
+        except (ArithmeticError, TypeError) as error:
+            raise UserError(f"overrides={self.overrides} does not suit {self.preset}: {error}") from None
 
     @property
     def label(self) -> str:
@@ -125,8 +128,10 @@ def prepare(case: ModelCase, names: Sequence[str]) -> PreparedModel:
     with default_dtype(dtype):  # a float32 copy of a large model would not fit where its bfloat16 weights do
         try:
             model = family.build_model(case.preset, **{**case.arguments, **example.arguments})
-        except TypeError as error:
+        except (ArithmeticError, TypeError) as error:
             raise UserError(f"overrides={case.overrides} does not suit {case.preset}: {error}") from None
+    if not family.blocks_of(model):
+        raise UserError(f"overrides={case.overrides} leaves a {case.preset} without layers.")
     model = _cast_(model, dtype).to(case.device).train(case.step)
     if case.gradient_checkpointing:
         model.enable_gradient_checkpointing()

@@ -87,7 +87,8 @@ def time_cells(entry: Measured, unit: str) -> tuple[str, str]:
         return entry.problems.get("time", "not measured"), ""
     scale = 1e3 if unit == "ms" else 1
     low, median, high = (_digits(value * scale) for value in quartiles(entry.seconds))
-    return median, f"{low}–{high}"
+    ended = f", then {entry.problems['time']}" if "time" in entry.problems else ""
+    return median + ended, f"{low}–{high}"
 
 
 def memory_cell(entry: Measured, name: str, unit: int, form: str) -> str:

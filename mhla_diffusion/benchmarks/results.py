@@ -49,7 +49,8 @@ class Results:
     Args:
         header: what they all depend on: the machine, and what was asked for.
         path: a file of JSON lines: the header, then one line per timed call, memory or profile. If it exists with the
-            same machine, its measurements count and are not repeated; else it is left alone and `UserError` says so.
+            same machine, its measurements count and are not repeated (what failed or was left out is tried again);
+            else it is left alone and `UserError` says so.
     """
 
     def __init__(self, header: Mapping[str, Any], path: Path | None = None) -> None:
@@ -65,19 +66,29 @@ class Results:
                 lines = read_metrics(path)  # without a last line that was cut off
             except (OSError, UnicodeDecodeError):
                 lines = []
-            is_ours = all(isinstance(line, dict) for line in lines) and lines
-            if not is_ours or lines[0].get("machine") != self.header.get("machine"):
-                raise UserError(
-                    f"json={str(path)!r} exists and is not of a benchmark on this machine with these versions; name "
-                    "another file, or delete it."
-                )
-            kept = [line for line in lines[1:] if "variant" in line]
-            for line in kept:
-                self._take(line)
+            kept = [line for line in lines[1:] if isinstance(line, dict) and "variant" in line]
+            kept = [line for line in kept if "problem" not in line]
+            self._check(lines, kept)
             self.found = len(kept)
             write_whole(path, "".join(json.dumps(line) + "\n" for line in [self.header, *kept]))
         else:
             write_whole(path, json.dumps(self.header) + "\n")
+
+    def _check(self, lines: list[Any], kept: list[dict[str, Any]]) -> None:
+        """Take the lines that are kept of a file; `UserError` if it is not one of these measurements."""
+        other = f"json={str(self.path)!r} exists and is not of a benchmark on this machine with these versions"
+        header = lines[0] if lines and isinstance(lines[0], dict) else {}
+        there, here = header.get("machine"), self.header.get("machine")
+        if there != here and isinstance(there, dict) and isinstance(here, dict):
+            differ = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+            other += "".join(f"; {name}: {there.get(name)} there, {here.get(name)} here" for name in differ)
+        if there != here or not all(isinstance(line, dict) for line in lines) or not lines:
+            raise UserError(f"{other}; name another file, or delete it.")
+        for line in kept:
+            try:
+                self._take(line)
+            except (KeyError, TypeError, ValueError):  # a UserError too: of a case that this version refuses
+                raise UserError(f"{other}: {json.dumps(line)[:80]}…; name another file, or delete it.") from None
 
     def add(self, case: Case, variant: str, **what: Any) -> None:
         """Keep one event: seconds=…, memory=…, profile=…, or problem=… with measure="time" or "memory"."""

@@ -29,6 +29,8 @@ def work(job: Mapping[str, Any], events: Connection) -> None:
             events.send(event)
     except UserError as error:
         events.send({"refused": str(error)})
+    except BrokenPipeError:  # nobody listens any more
+        return
     except Exception as error:
         if current and is_out_of_memory(error):
             for name in current:

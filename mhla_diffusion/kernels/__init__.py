@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import UserError
 from ..feature_maps import ELEMENTWISE
@@ -77,8 +78,12 @@ def _obstacle(backend: str, tensors: Sequence[Tensor]) -> str | None:
     for x in tensors:
         if type(x) not in (Tensor, torch.nn.Parameter):
             return f"takes plain tensors, not a {type(x).__name__}"
+        if x.numel() == 0:
+            return f"takes tensors that are not empty, not {tuple(x.shape)}"
     if torch._C._are_functorch_transforms_active():
         return "cannot be transformed by torch.func"
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return "cannot be differentiated in forward mode"
     devices = {x.device.type for x in tensors}
     if backend == "cpu":
         return None if devices == {"cpu"} else f"takes tensors on the CPU, not on {tensors[0].device}"

@@ -92,9 +92,11 @@ class _Attention(torch.autograd.Function):
         kernel, normalize, eps, layout, feature_map = ctx.options
         needed = (*ctx.needs_input_grad[1:4], *ctx.needs_input_grad[9:])
         with no_autocast(query):
-            if torch.is_grad_enabled():  # somebody will differentiate the gradients
-                inputs = [x.view_as(x) for x in (query, key, value, *factors)]
-                gradients = _plain_gradients(inputs, needed, grad, normalize, eps, layout, key_mask, feature_map)
+            # Somebody will differentiate the gradients, or wants those of many outputs at once (is_grads_batched).
+            if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad):
+                with torch.enable_grad():
+                    inputs = [x.view_as(x) for x in (query, key, value, *factors)]
+                    gradients = _plain_gradients(inputs, needed, grad, normalize, eps, layout, key_mask, feature_map)
             else:
                 if saturated is not None:
                     grad = grad.masked_fill(saturated.abs() >= torch.finfo(torch.float16).max, 0)
