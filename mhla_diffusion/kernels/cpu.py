@@ -6,8 +6,10 @@ more column of the values, which is 1, and so needs no pass of its own. And the 
 forward pass it keeps the denominators only, and makes the summaries anew.
 
 The forward pass takes neighbouring tokens of many heads, because these lie together in memory: it makes the summaries
-of all blocks, mixes them, and reads them out. The backward pass takes all blocks of a few heads, because it needs their
-keys and values twice. So does the forward pass where blocks are uneven.
+of all blocks, mixes them, and reads them out. Separable mixing is split over the two passes (`mixes_early`): summaries
+are mixed along all axes but the first as soon as they are made, and along the first one just before they are read, so
+that only one copy of all of them exists. The backward pass takes all blocks of a few heads, because it needs their keys
+and values twice. So does the forward pass where blocks are uneven.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from ..layout import BlockLayout
 from . import plain
 from .cpu_layouts import Boxes, Part, Run, Slots, largest_divisor
 
-SCRATCH_ELEMENTS = 2**19  # of one buffer of tokens, where one block of one head does not need more
+SCRATCH_ELEMENTS = 2**19  # of one buffer of tokens, where a block (or a slab of them, see `_plan`) does not need more
 # The forward pass takes as many heads at once as have this many summary elements together, and more for longer rows:
 SUMMARY_ELEMENTS = 2**19
 ROW_ELEMENTS = 512  # wanted side by side in memory, as long as the summaries are within
@@ -65,7 +67,11 @@ class CPUKernel:
             self.hidden = self.places.by_block(~layout.to_blocks(key_mask, 1)[:, None, ..., None])
 
     def _plan(self, split_blocks: bool) -> None:
-        """Choose the parts and their runs such that buffers stay small."""
+        """Choose the parts and their runs such that buffers stay small.
+
+        A run is written (`runs`) and later read (`reading_runs`). They are the same but for separable mixing, where
+        whole slabs are written, all blocks of one index on the first axis, and whole columns read, all indices on it.
+        """
         tokens = self.block_size * max(self.dim, self.columns)
         summary = self.dim * self.columns
         if split_blocks:
