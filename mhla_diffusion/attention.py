@@ -80,7 +80,7 @@ def linear_attention(
     check_shapes(query, key, value, None, rotary, key_mask)
     check_normaliser(normalize, eps)
     with no_autocast(query):
-        wide = accumulation_dtype(query, key, value)
+        wide = accumulation_dtype(query, key, value, *(rotary or ()))
         numerator_query, numerator_key = rotary if rotary is not None else (query, key)
         numerator_query, numerator_key, values = (
             rearrange(x.to(wide), "b n h d -> b h n d")

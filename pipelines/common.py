@@ -16,7 +16,7 @@ class MHLAPipelineMixin:
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:
         """As diffusers' `from_pretrained`; another family's pipeline is refused with a `UserError`."""
         hint = get_type_hints(cls.__init__)["transformer"]
-        takes = get_args(hint) or (hint,)
+        takes = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
         try:
             pipeline = super().from_pretrained(pretrained_model_name_or_path, **kwargs)
             found = type(pipeline.transformer).__name__

@@ -452,5 +452,9 @@ def test_tensors_of_several_dtypes_are_summed_in_the_widest(wide, backend):
     mixed = {name: x if name in (wide, "mixing", "layout") else x.float() for name, x in arguments.items()}
     out = mhla_attention(**mixed, backend=backend)
     assert out.dtype == mixed["value"].dtype and relative_error(out, expected) < 1e-6
+    rotary = (rotated(arguments["query"]), rotated(arguments["key"]))  # wider than the rest
+    narrow = {name: arguments[name].float() for name in ("query", "key", "value")}
+    moved = linear_attention(**narrow, rotary=rotary)
+    assert relative_error(moved, linear_attention(*(arguments[name] for name in narrow), rotary=rotary)) < 1e-6
     narrow = {name: mixed[name] for name in ("query", "key", "value")}
     assert relative_error(linear_attention(**narrow), linear_attention(*(arguments[name] for name in narrow))) < 1e-6

@@ -68,13 +68,13 @@ class Results:
                 lines = []
             kept = [line for line in lines[1:] if isinstance(line, dict) and "variant" in line]
             kept = [line for line in kept if "problem" not in line]
-            self._check(lines, kept)
+            self._take_from_file(lines, kept)
             self.found = len(kept)
             write_whole(path, "".join(json.dumps(line) + "\n" for line in [self.header, *kept]))
         else:
             write_whole(path, json.dumps(self.header) + "\n")
 
-    def _check(self, lines: list[Any], kept: list[dict[str, Any]]) -> None:
+    def _take_from_file(self, lines: list[Any], kept: list[dict[str, Any]]) -> None:
         """Take the lines that are kept of a file; `UserError` if it is not one of these measurements."""
         other = f"json={str(self.path)!r} exists and is not of a benchmark on this machine with these versions"
         header = lines[0] if lines and isinstance(lines[0], dict) else {}

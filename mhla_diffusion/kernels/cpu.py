@@ -180,18 +180,13 @@ class CPUKernel:
             self.places.clear_padding(keys, self.num_blocks)
             self._hide(keys, at)
             self.places.to_blocks(self.value[at], values)
+            stages = [self._rows(summaries, run)]
             if self.mixes_early:
-                found = torch.bmm(keys.mT, values, out=self._buffer("early 0", run.blocks, self.dim, self.columns))
-                for axis, factor in enumerate(self.factors[1:], 1):
-                    is_last = axis == len(self.factors) - 1
-                    out = (
-                        self._rows(summaries, run)
-                        if is_last
-                        else self._buffer(f"early {axis}", run.blocks, self.dim, self.columns)
-                    )
-                    found = self._mix_axis(axis, factor, found, out)
-            else:
-                torch.bmm(keys.mT, values, out=self._rows(summaries, run))
+                size = (run.blocks, self.dim, self.columns)
+                stages = [*(self._buffer(f"early {axis}", *size) for axis in range(1, len(self.factors))), *stages]
+            torch.bmm(keys.mT, values, out=stages[0])
+            for axis in range(1, len(stages)):
+                self._mix_axis(axis, self.factors[axis], stages[axis - 1], stages[axis])
         return summaries
 
     def _values(self, run: Run) -> Tensor:
