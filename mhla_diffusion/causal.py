@@ -120,9 +120,10 @@ class CausalState:
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend with one new token: query and key (B, H, D), value (B, H, E) to (B, H, E) in `value`'s dtype."""
-        if not isinstance(query, Tensor) or query.ndim != 3:
-            what = f"shape {tuple(query.shape)}" if isinstance(query, Tensor) else f"type {type(query).__name__}"
-            raise UserError(f"query has {what}; step expects one token, (batch, heads, dimension).")
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor) or x.ndim != 3:
+                what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
+                raise UserError(f"{name} has {what}; step expects one token, (batch, heads, dimension).")
         return self.extend(query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)).squeeze(1)
 
     def extend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

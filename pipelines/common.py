@@ -26,7 +26,7 @@ class MHLAPipelineMixin:
                 raise
         if pipeline is None or not isinstance(pipeline.transformer, (*takes, type(None))):
             raise UserError(
-                f"{pretrained_model_name_or_path} holds a pipeline with a {found}; {cls.__name__} takes a "
+                f"{pretrained_model_name_or_path} makes a pipeline with a {found}; {cls.__name__} takes a "
                 f"{' or '.join(kind.__name__ for kind in takes)}."
             )
         return pipeline

@@ -332,6 +332,17 @@ def test_gradients_of_many_outputs_at_once_and_forward_gradients():
         forward = torch.autograd.forward_ad.unpack_dual(out).tangent
     (backward,) = torch.autograd.grad(attention(query), query, seeds[0])
     assert abs((forward * seeds[0]).sum() - (backward * tangent).sum()) < 1e-10
+    for factors in (mixing, [mixing[:2, :2], mixing[2:, 2:]]):
+        with torch.autograd.forward_ad.dual_level():
+            leaf = factors if factors is mixing else factors[1]
+            moved = torch.autograd.forward_ad.make_dual(leaf, torch.ones_like(leaf))
+            given = moved if factors is mixing else [factors[0], moved]
+            out = mhla_attention(query.detach(), key, value, given, layout, False, feature_map="elu")
+            forward = torch.autograd.forward_ad.unpack_dual(out).tangent
+        ones = torch.ones_like(leaf)  # without the normaliser the output is linear in each factor
+        given = ones if factors is mixing else [factors[0], ones]
+        expected = mhla_attention(query.detach(), key, value, given, layout, False, feature_map="elu")
+        assert relative_error(forward, expected) < 1e-10
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 4)])

@@ -102,7 +102,7 @@ def test_saved_pipelines_give_the_same_bits_in_a_new_process(tmp_path):
 def test_a_pipeline_of_another_family_is_named(wrong, tmp_path):
     text_pipeline().save_pretrained(tmp_path)
     with pytest.raises(
-        UserError, match=f"holds a pipeline with a MHLAWan.*; {wrong.__name__} takes a .*Transformer2DM"
+        UserError, match=f"makes a pipeline with a MHLAWan.*; {wrong.__name__} takes a .*Transformer2DM"
     ):
         wrong.from_pretrained(tmp_path)
 

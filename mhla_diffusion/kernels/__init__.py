@@ -45,7 +45,8 @@ def attend(
         UserError: for a backend that does not exist or cannot take these tensors.
     """
     arguments = (mixing, layout, normalize, eps, rotary, key_mask)
-    chosen = choose_backend((query, key, value, *(rotary or ())), backend)
+    factors = (mixing,) if isinstance(mixing, Tensor) else tuple(mixing)
+    chosen = choose_backend((query, key, value, *(rotary or ())), backend, factors)
     if chosen == "plain":
         features = ELEMENTWISE[feature_map]
         return plain.attend(features(query), features(key), value, *arguments)
@@ -53,8 +54,10 @@ def attend(
     return autograd.attend(kernel, query, key, value, *arguments, feature_map)
 
 
-def choose_backend(tensors: Sequence[Tensor], backend: str | None = None) -> str:
+def choose_backend(tensors: Sequence[Tensor], backend: str | None = None, factors: Sequence[Tensor] = ()) -> str:
     """The backend that will compute attention of these tensors: the forced one, or the fastest that takes them.
+
+    `factors` are those of the mixing.
 
     While torch.compile or torch.export trace it is "plain" whatever is forced: the compiler makes its own kernels.
     """
@@ -66,23 +69,23 @@ def choose_backend(tensors: Sequence[Tensor], backend: str | None = None) -> str
     if name == "plain":
         return name
     if name == "auto":  # never Triton so far: its kernels have run in the interpreter only, not on a GPU
-        return "cpu" if _obstacle("cpu", tensors) is None else "plain"
-    obstacle = _obstacle(name, tensors)
+        return "cpu" if _obstacle("cpu", tensors, factors) is None else "plain"
+    obstacle = _obstacle(name, tensors, factors)
     if obstacle is not None:
         raise UserError(f"{origin}={name!r} {obstacle}; leave it out to have a backend chosen.")
     return name
 
 
-def _obstacle(backend: str, tensors: Sequence[Tensor]) -> str | None:
+def _obstacle(backend: str, tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> str | None:
     """Why a backend cannot take the tensors; None if it can."""
-    for x in tensors:
+    for x in (*tensors, *factors):
         if type(x) not in (Tensor, torch.nn.Parameter):
             return f"takes plain tensors, not a {type(x).__name__}"
         if x.numel() == 0:
             return f"takes tensors that are not empty, not {tuple(x.shape)}"
     if torch._C._are_functorch_transforms_active():
         return "cannot be transformed by torch.func"
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *factors)):
         return "cannot be differentiated in forward mode"
     devices = {x.device.type for x in tensors}
     if backend == "cpu":
