@@ -1,4 +1,5 @@
-"""Written-out forms that the operator is compared with: NumPy loops over tokens, sharing no code with the library."""
+"""Written-out forms that the operator is compared with: NumPy loops over tokens, sharing no code with the library,
+and the cases that it is tested with."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mhla_diffusion import BlockLayout
 
 # Examples here are tiny, but the first one pays for imports and allocations.
 property_settings = settings(deadline=None, max_examples=40, derandomize=True)
@@ -79,6 +82,42 @@ def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
     assert result.shape == expected.shape
     result, expected = result.detach().double(), expected.detach().double()
     return ((result - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+
+
+LAYOUTS = [
+    BlockLayout((6,), (3,)),
+    BlockLayout((4, 6), (2, 3)),  # even
+    BlockLayout((5, 7), (2, 3)),  # uneven
+    BlockLayout((2, 5), (4, 2)),  # empty blocks
+    BlockLayout((2, 3, 4), (2, 1, 2)),
+    BlockLayout((3, 3, 5), (2, 2, 2)),
+    BlockLayout((3, 4), (1, 1)),
+]
+
+
+def random_mixing(layout, separable, generator, dtype=torch.float64):
+    counts = layout.blocks if separable else (layout.num_blocks,)
+    factors = tuple(torch.rand(n, n, generator=generator, dtype=dtype) for n in counts)
+    return factors if separable else factors[0]
+
+
+@st.composite
+def cases(draw):
+    grid, blocks = draw(grids_and_blocks())
+    layout = BlockLayout(grid, blocks)
+    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    dim, value_dim = 2 * draw(st.integers(1, 4)), draw(st.integers(1, 9))
+    query, key, value, generator = random_inputs(
+        draw(st.integers(0, 2**16)), batch, layout.num_tokens, heads, dim, value_dim
+    )
+    mixing = random_mixing(layout, draw(st.booleans()), generator)
+    options = {"normalize": draw(st.booleans())}
+    if draw(st.booleans()):
+        options["rotary"] = (rotated(query), rotated(key))
+    if draw(st.booleans()):
+        options["key_mask"] = torch.rand(batch, layout.num_tokens, generator=generator) < 0.7
+    scratch = draw(st.sampled_from([1, 200, 2**18]))
+    return (query, key, value, mixing, layout), options, scratch
 
 
 class LargestTensor(TorchDispatchMode):

@@ -9,11 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from operator_reference import (
+    LAYOUTS,
     blocks_of_tokens,
-    grids_and_blocks,
+    cases,
     looped_attention,
     property_settings,
     random_inputs,
+    random_mixing,
     relative_error,
     rotated,
 )
@@ -22,42 +24,7 @@ from mhla_diffusion import BlockLayout, BlockMixing, mhla_attention
 from mhla_diffusion.attention import full_mixing
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.feature_maps import ELEMENTWISE, at_least_float32
-from mhla_diffusion.kernels import choose_backend, cpu
-
-LAYOUTS = [
-    BlockLayout((6,), (3,)),
-    BlockLayout((4, 6), (2, 3)),  # even
-    BlockLayout((5, 7), (2, 3)),  # uneven
-    BlockLayout((2, 5), (4, 2)),  # empty blocks
-    BlockLayout((2, 3, 4), (2, 1, 2)),
-    BlockLayout((3, 3, 5), (2, 2, 2)),
-    BlockLayout((3, 4), (1, 1)),
-]
-
-
-def random_mixing(layout, separable, generator, dtype=torch.float64):
-    counts = layout.blocks if separable else (layout.num_blocks,)
-    factors = tuple(torch.rand(n, n, generator=generator, dtype=dtype) for n in counts)
-    return factors if separable else factors[0]
-
-
-@st.composite
-def cases(draw):
-    grid, blocks = draw(grids_and_blocks())
-    layout = BlockLayout(grid, blocks)
-    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    dim, value_dim = 2 * draw(st.integers(1, 4)), draw(st.integers(1, 9))
-    query, key, value, generator = random_inputs(
-        draw(st.integers(0, 2**16)), batch, layout.num_tokens, heads, dim, value_dim
-    )
-    mixing = random_mixing(layout, draw(st.booleans()), generator)
-    options = {"normalize": draw(st.booleans())}
-    if draw(st.booleans()):
-        options["rotary"] = (rotated(query), rotated(key))
-    if draw(st.booleans()):
-        options["key_mask"] = torch.rand(batch, layout.num_tokens, generator=generator) < 0.7
-    scratch = draw(st.sampled_from([1, 200, 2**18]))
-    return (query, key, value, mixing, layout), options, scratch
+from mhla_diffusion.kernels import choose_backend, cpu, native
 
 
 @given(cases())
@@ -251,19 +218,22 @@ def test_fused_feature_maps_equal_those_applied_before():
 
 def test_backend_is_chosen_by_the_tensors_unless_it_is_forced(monkeypatch):
     on_cpu, elsewhere = torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2, device="meta")
-    assert choose_backend([on_cpu]) == "cpu"
+    fastest = "cpu" if native.obstacle() else "native"
+    assert choose_backend([on_cpu]) == fastest
+    assert choose_backend([on_cpu], feature_map="elu") == choose_backend([on_cpu.double()]) == "cpu"
     assert choose_backend([elsewhere]) == "plain"
     monkeypatch.setenv("MHLA_BACKEND", "plain")
     assert choose_backend([on_cpu]) == "plain"
     assert choose_backend([on_cpu], "cpu") == "cpu"
-    assert choose_backend([on_cpu], "auto") == "cpu"
+    assert choose_backend([on_cpu], "auto") == fastest
 
 
 @pytest.mark.parametrize(
     ("backend", "device", "sentence"),
     [
-        ("fast", "cpu", "is unknown; known: auto, plain, cpu, triton"),
+        ("fast", "cpu", "is unknown; known: auto, plain, cpu, native, triton"),
         ("cpu", "meta", "takes tensors on the CPU, not on meta; leave it out"),
+        ("native", "meta", "takes tensors on the CPU, not on meta; leave it out"),
         ("triton", "meta", "takes tensors on a GPU, not on meta; leave it out"),
         ("triton", "cpu", "takes tensors on a GPU, not on cpu; leave it out"),
     ],

@@ -19,10 +19,10 @@ from torch.autograd import forward_ad
 from ..errors import UserError
 from ..feature_maps import ELEMENTWISE
 from ..layout import BlockLayout
-from . import autograd, plain
+from . import autograd, native, plain
 from .cpu import CPUKernel
 
-BACKENDS = ("auto", "plain", "cpu", "triton")
+BACKENDS = ("auto", "plain", "cpu", "native", "triton")
 VARIABLE = "MHLA_BACKEND"
 
 
@@ -46,15 +46,25 @@ def attend(
     """
     arguments = (mixing, layout, normalize, eps, rotary, key_mask)
     factors = (mixing,) if isinstance(mixing, Tensor) else tuple(mixing)
-    chosen = choose_backend((query, key, value, *(rotary or ())), backend, factors)
+    chosen = choose_backend((query, key, value, *(rotary or ())), backend, factors, feature_map)
     if chosen == "plain":
         features = ELEMENTWISE[feature_map]
         return plain.attend(features(query), features(key), value, *arguments)
-    kernel = CPUKernel if chosen == "cpu" else _triton().TritonKernel
-    return autograd.attend(kernel, query, key, value, *arguments, feature_map)
+    return autograd.attend(_kernel(chosen), query, key, value, *arguments, feature_map)
 
 
-def choose_backend(tensors: Sequence[Tensor], backend: str | None = None, factors: Sequence[Tensor] = ()) -> str:
+def _kernel(backend: str) -> type[autograd.Kernel]:
+    if backend == "triton":
+        return _triton().TritonKernel
+    return {"cpu": CPUKernel, "native": native.NativeKernel}[backend]
+
+
+def choose_backend(
+    tensors: Sequence[Tensor],
+    backend: str | None = None,
+    factors: Sequence[Tensor] = (),
+    feature_map: str = "identity",
+) -> str:
     """The backend that will compute attention of these tensors: the forced one, or the fastest that takes them.
 
     `factors` are those of the mixing.
@@ -69,14 +79,15 @@ def choose_backend(tensors: Sequence[Tensor], backend: str | None = None, factor
     if name == "plain":
         return name
     if name == "auto":  # never Triton so far: its kernels have run in the interpreter only, not on a GPU
-        return "cpu" if _obstacle("cpu", tensors, factors) is None else "plain"
-    obstacle = _obstacle(name, tensors, factors)
+        possible = (name for name in ("native", "cpu") if _obstacle(name, tensors, factors, feature_map) is None)
+        return next(possible, "plain")
+    obstacle = _obstacle(name, tensors, factors, feature_map)
     if obstacle is not None:
         raise UserError(f"{origin}={name!r} {obstacle}; leave it out to have a backend chosen.")
     return name
 
 
-def _obstacle(backend: str, tensors: Sequence[Tensor], factors: Sequence[Tensor]) -> str | None:
+def _obstacle(backend: str, tensors: Sequence[Tensor], factors: Sequence[Tensor], feature_map: str) -> str | None:
     """Why a backend cannot take the tensors; None if it can."""
     for x in (*tensors, *factors):
         if type(x) not in (Tensor, torch.nn.Parameter):
@@ -88,8 +99,17 @@ def _obstacle(backend: str, tensors: Sequence[Tensor], factors: Sequence[Tensor]
     if any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *factors)):
         return "cannot be differentiated in forward mode"
     devices = {x.device.type for x in tensors}
+    if backend in ("cpu", "native") and devices != {"cpu"}:
+        return f"takes tensors on the CPU, not on {tensors[0].device}"
     if backend == "cpu":
-        return None if devices == {"cpu"} else f"takes tensors on the CPU, not on {tensors[0].device}"
+        return None
+    if backend == "native":
+        for x in tensors:
+            if x.dtype not in native.DTYPES:
+                return f"takes float32 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
+        if feature_map not in native.FEATURE_MAPS:
+            return f"takes the feature maps {', '.join(native.FEATURE_MAPS)}, not {feature_map}"
+        return native.obstacle()
     if devices not in ({"cuda"}, {"cpu"}) or (devices == {"cpu"} and os.environ.get("TRITON_INTERPRET") != "1"):
         return f"takes tensors on a GPU, not on {tensors[0].device}"
     if importlib.util.find_spec("triton") is None:

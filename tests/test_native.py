@@ -1,0 +1,302 @@
+"""The compiled operator against the loops of operator_reference and the plain path, and how it is compiled."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from operator_reference import (
+    LAYOUTS,
+    blocks_of_tokens,
+    cases,
+    looped_attention,
+    property_settings,
+    random_inputs,
+    random_mixing,
+    relative_error,
+)
+
+from mhla_diffusion import BlockLayout, mhla_attention
+from mhla_diffusion.attention import full_mixing
+from mhla_diffusion.errors import UserError
+from mhla_diffusion.kernels import native
+
+needs_compiler = pytest.mark.skipif(native.obstacle() is not None, reason=f"compiled attention {native.obstacle()}")
+LARGER = [
+    BlockLayout((24, 20), (3, 2)),  # blocks of more tokens than are handled at once
+    BlockLayout((16, 16), (16, 16)),  # one token each
+    BlockLayout((13, 17), (5, 4)),
+    BlockLayout((6, 8, 10), (3, 4, 5)),
+    BlockLayout((61,), (1,)),
+]
+
+
+@pytest.fixture(params=[1, 3])
+def threads(request):
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def single(x):
+    """In float32, and so exact for both sides."""
+    return tuple(map(single, x)) if isinstance(x, list | tuple) else x.float()
+
+
+def outputs_and_gradients(backend, dtype, inputs, mixing, layout, downstream, rotary=(), needed=None, **options):
+    factors = [mixing] if isinstance(mixing, torch.Tensor) else list(mixing)
+    leaves = [x.detach().to(dtype) for x in (*inputs, *factors, *rotary)]
+    for x, need in zip(leaves, needed or [True] * len(leaves), strict=True):
+        x.requires_grad_(need)
+    used = leaves[3 : 3 + len(factors)]
+    if rotary:
+        options["rotary"] = tuple(leaves[-2:])
+    mixing = used[0] if isinstance(mixing, torch.Tensor) else used
+    out = mhla_attention(*leaves[:3], mixing, layout, backend=backend, **options)
+    out.backward(downstream.to(out.dtype))
+    return [out, *(x.grad for x in leaves)]
+
+
+@needs_compiler
+@given(cases())
+@property_settings
+def test_it_equals_the_loops_over_tokens(case):
+    (query, key, value, mixing, layout), options, _ = case
+    query, key, value, mixing = map(single, (query, key, value, mixing))
+    if "rotary" in options:
+        options["rotary"] = single(options["rotary"])
+    out = mhla_attention(query, key, value, mixing, layout, eps=1e-2, backend="native", **options)
+    token_blocks = blocks_of_tokens(layout.grid, layout.blocks)
+    expected = looped_attention(query, key, value, full_mixing(mixing), token_blocks, eps=1e-2, **options)
+    assert out.dtype == torch.float32 and relative_error(out, expected) <= 2e-5
+
+
+@needs_compiler
+@given(cases(), st.sampled_from(sorted(native.FEATURE_MAPS)))
+@property_settings
+def test_outputs_and_gradients_equal_those_of_the_plain_path_in_float64(case, feature_map):
+    (query, key, value, mixing, layout), options, _ = case
+    query, key, value, mixing = map(single, (query, key, value, mixing))
+    options["rotary"] = single(options.pop("rotary", ()))
+    if not options["rotary"]:
+        options["feature_map"] = feature_map
+        query, key = (x - x.flip(1) for x in (query, key))  # of either sign
+        if feature_map == "identity":
+            options["normalize"] = False
+    compare((query, key, value), mixing, layout, **options)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS + LARGER, ids=str)
+@pytest.mark.parametrize("separable", [False, True])
+@pytest.mark.parametrize(("dim", "width"), [(8, 8), (13, 3), (24, 50), (72, 72)])
+def test_it_equals_the_plain_path_for_all_sizes_of_heads_and_numbers_of_threads(layout, separable, dim, width, threads):
+    query, key, value, generator = random_inputs(0, 2, layout.num_tokens, 2, dim, width, dtype=torch.float32)
+    mixing = random_mixing(layout, separable, generator, torch.float32)
+    mask = torch.rand(2, layout.num_tokens, generator=generator) < 0.8
+    compare((query - 0.2, key - 0.2, value), mixing, layout, feature_map="relu", key_mask=mask)
+
+
+def compare(inputs, mixing, layout, eps=0.1, **options):
+    generator = torch.Generator().manual_seed(0)
+    downstream = torch.randn(inputs[2].shape, generator=generator)
+    results = [
+        outputs_and_gradients(backend, dtype, inputs, mixing, layout, downstream, eps=eps, **options)
+        for backend, dtype in (("plain", torch.float64), ("native", torch.float32))
+    ]
+    for exact, fast in zip(*results, strict=True):
+        assert (exact is None) == (fast is None)
+        if exact is not None:
+            # A gradient may cancel to nothing: that of a single factor, say, which the normaliser undoes.
+            torch.testing.assert_close(fast.double(), exact, rtol=1e-4, atol=1e-4 * max(1.0, exact.abs().max().item()))
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("feature_map", ["relu", "relu_eps"])
+def test_bfloat16_is_as_exact_as_the_plain_path(layout, feature_map):
+    """Both paths against float64: the fast one may be off by what storing gradients and outputs loses."""
+    query, key, value, generator = random_inputs(0, 2, layout.num_tokens, 3, 8, 8)
+    inputs = [x.bfloat16() for x in (query - 0.3, key - 0.3, value)]
+    mixing = random_mixing(layout, False, generator, torch.float32)
+    downstream = torch.randn(value.shape, generator=generator).bfloat16()
+    results = {}
+    for backend, dtype in (("exact", torch.float64), ("plain", torch.bfloat16), ("native", torch.bfloat16)):
+        copies = [x.clone().to(dtype).requires_grad_() for x in inputs]
+        weights = mixing.clone().to(torch.float64 if backend == "exact" else torch.float32).requires_grad_()
+        path = "plain" if backend == "exact" else backend
+        out = mhla_attention(*copies, weights, layout, feature_map=feature_map, eps=1e-3, backend=path)
+        out.backward(downstream.to(dtype))
+        assert out.dtype == copies[0].grad.dtype == dtype
+        results[backend] = [x.double() for x in (out, *(x.grad for x in (*copies, weights)))]
+    for exact, plain, fast in zip(*results.values(), strict=True):
+        allowed = 2 * (plain - exact).abs().max() + 4 * torch.finfo(torch.bfloat16).eps * exact.abs().max()
+        assert (fast - exact).abs().max() <= allowed
+
+
+@needs_compiler
+def test_dtypes_of_query_key_and_value_may_differ():
+    layout = BlockLayout((4, 6), (2, 3))
+    query, key, value, generator = random_inputs(0, 1, 24, 2, 8, 8, dtype=torch.float32)
+    mixing = random_mixing(layout, False, generator)
+    for dtypes in itertools.product([torch.float32, torch.bfloat16], repeat=3):
+        q, k, v = (x.clone().to(dtype).requires_grad_() for x, dtype in zip((query, key, value), dtypes, strict=True))
+        out = mhla_attention(q, k, v, mixing, layout, backend="native")
+        out.sum().backward()
+        expected = mhla_attention(q.double(), k.double(), v.double(), mixing, layout, backend="plain")
+        assert out.dtype == v.dtype and relative_error(out, expected) < (1e-5 if v.dtype == torch.float32 else 1e-2)
+        assert [x.grad.dtype for x in (q, k, v)] == list(dtypes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("needed", itertools.product([False, True], repeat=5))
+def test_only_the_gradients_that_are_asked_for_are_made(needed):
+    layout = BlockLayout((3, 5), (2, 2))
+    query, key, value, generator = random_inputs(0, 2, 15, 2, 3, 2, dtype=torch.float32)
+    mixing = random_mixing(layout, True, generator, torch.float32)
+    arguments = ((query, key, value), mixing, layout, torch.ones(value.shape))
+    if not any(needed):
+        assert not mhla_attention(query, key, value, mixing, layout, backend="native").requires_grad
+        return
+    plain = outputs_and_gradients("plain", torch.float32, *arguments, needed=needed)
+    fast = outputs_and_gradients("native", torch.float32, *arguments, needed=needed)
+    for expected, found, need in zip(plain[1:], fast[1:], needed, strict=True):
+        assert (found is not None) == need
+        if need:
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_compiler
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_noncontiguous_tensors_and_gradients_give_the_same(layout):
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.rand(3, 2, 3, layout.num_tokens, 8, generator=generator)
+    query, key, value = (x.transpose(1, 2) for x in packed)  # heads before tokens
+    query, key = query[..., ::2], key[:1, ..., :4].expand(2, -1, -1, -1)
+    mixing = torch.rand(layout.num_blocks, layout.num_blocks, generator=generator).T
+    downstream = torch.rand(1, 1, 3, 8, generator=generator).expand(value.shape)
+    results = []
+    for contiguous in (False, True):
+        leaves = [x.contiguous() if contiguous else x for x in (query, key, value, mixing)]
+        leaves = [x.detach().requires_grad_() for x in leaves]
+        out = mhla_attention(*leaves, layout, backend="native")
+        results.append([out, *torch.autograd.grad(out, leaves, downstream)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@needs_compiler
+def test_negated_views_are_read_with_their_sign():
+    layout = BlockLayout((2, 2), (1, 1))
+    value = torch.conj(torch.complex(torch.zeros(1, 4, 1, 2), torch.ones(1, 4, 1, 2))).imag  # a negated view
+    out = mhla_attention(torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2), value, torch.ones(1, 1), layout)
+    assert value.is_neg() and torch.allclose(out, -torch.ones(1, 4, 1, 2))
+
+
+@needs_compiler
+def test_inputs_are_left_as_they_are_and_two_calls_agree_to_the_bit(threads):
+    layout = BlockLayout((5, 7), (2, 3))
+    query, key, value, generator = random_inputs(0, 2, 35, 4, 8, 6, dtype=torch.float32)
+    mixing = random_mixing(layout, True, generator, torch.float32)
+    mask = torch.arange(35).expand(2, -1) % 4 > 0
+    arguments = ((query, key, value), mixing, layout, torch.ones(value.shape))
+    before = [x.clone() for x in (query, key, value, *mixing)]
+    first, second = (
+        outputs_and_gradients("native", torch.float32, *arguments, key_mask=mask, feature_map="relu") for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, (query, key, value, *mixing), strict=True))
+
+
+@needs_compiler
+def test_not_a_number_reaches_who_reads_it_and_no_other_sample():
+    layout = BlockLayout((4, 4), (2, 2))
+    query, key, value, _ = random_inputs(0, 2, 16, 2, 4, 4, dtype=torch.float32)
+    key[0, 0, 0, 0] = float("nan")
+    out = mhla_attention(query, key, value, torch.ones(4, 4), layout, feature_map="relu", backend="native")
+    assert out[0, :, 0].isnan().all() and out[0, :, 1].isfinite().all() and out[1].isfinite().all()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("dtype", "feature_map", "sentence"),
+    [
+        (torch.float64, "relu", "takes float32 and bfloat16, not float64"),
+        (torch.float16, "relu", "takes float32 and bfloat16, not float16"),
+        (torch.float32, "elu", "takes the feature maps identity, relu, relu_eps, not elu"),
+    ],
+)
+def test_what_it_does_not_know_is_refused_in_one_sentence_and_goes_elsewhere_otherwise(dtype, feature_map, sentence):
+    x, layout = torch.ones(1, 4, 1, 2, dtype=dtype), BlockLayout((2, 2), (1, 1))
+    with pytest.raises(UserError, match=f"^backend='native' {sentence}; leave it out"):
+        mhla_attention(x, x, x, torch.ones(1, 1), layout, feature_map=feature_map, backend="native")
+    assert mhla_attention(x, x, x, torch.ones(1, 1), layout, feature_map=feature_map).isfinite().all()
+
+
+CALL = """
+import sys, torch
+from mhla_diffusion import BlockLayout, mhla_attention
+from mhla_diffusion.errors import UserError
+from mhla_diffusion.kernels import choose_backend
+x = torch.ones(1, 4, 1, 2)
+out = mhla_attention(x, x, x, torch.ones(1, 1), BlockLayout((2, 2), (1, 1)))
+assert torch.allclose(out, x), out
+print(choose_backend([x]))
+try:
+    mhla_attention(x, x, x, torch.ones(1, 1), BlockLayout((2, 2), (1, 1)), backend="native")
+except UserError as error:
+    print(error)
+"""
+
+
+def start(cache, **environment):
+    """A process of its own that calls attention and prints the backend, and the error if it is forced and fails."""
+    env = {**os.environ, "XDG_CACHE_HOME": str(cache), **environment}
+    return subprocess.Popen([sys.executable, "-c", CALL], env=env, text=True, stdout=subprocess.PIPE)
+
+
+def lines_of(process):
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    return out.splitlines()
+
+
+@needs_compiler
+def test_processes_that_start_together_share_what_is_compiled_and_mend_what_is_damaged(tmp_path):
+    assert [lines_of(p) for p in [start(tmp_path), start(tmp_path)]] == [["native"]] * 2
+    (made,) = (tmp_path / "mhla_diffusion").iterdir()  # nothing else is left there
+    before = made.stat().st_mtime_ns
+    assert lines_of(start(tmp_path)) == ["native"] and made.stat().st_mtime_ns == before
+    made.write_bytes(made.read_bytes()[:50])
+    assert lines_of(start(tmp_path)) == ["native"] and made.stat().st_size > 50
+
+
+@needs_compiler
+def test_without_a_folder_to_keep_it_in_it_is_compiled_for_one_process(tmp_path):
+    (tmp_path / "file").touch()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    assert lines_of(start(tmp_path / "file", TMPDIR=str(temporary))) == ["native"]
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("environment", "sentence"),
+    [
+        ({"CXX": "", "PATH": ""}, "backend='native' needs a C++ compiler, and there is none of g++, c++, clang++"),
+        ({"CXX": "false"}, "backend='native' could not be compiled by false: no message"),
+        ({"CXX": "no-such-compiler"}, "backend='native' could not be compiled by no-such-compiler: "),
+    ],
+)
+def test_without_a_compiler_the_other_code_for_cpus_is_used(tmp_path, environment, sentence):
+    backend, error = lines_of(start(tmp_path, **environment))
+    assert (
+        backend == "cpu" and error.startswith(sentence) and error.endswith("; leave it out to have a backend chosen.")
+    )
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
