@@ -6,6 +6,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from operator_reference import (
 from mhla_diffusion import BlockLayout, mhla_attention
 from mhla_diffusion.attention import full_mixing
 from mhla_diffusion.errors import UserError
-from mhla_diffusion.kernels import native
+from mhla_diffusion.kernels import choose_backend, native
 
 needs_compiler = pytest.mark.skipif(native.obstacle() is not None, reason=f"compiled attention {native.obstacle()}")
 LARGER = [
@@ -239,64 +240,80 @@ def test_what_it_does_not_know_is_refused_in_one_sentence_and_goes_elsewhere_oth
     assert mhla_attention(x, x, x, torch.ones(1, 1), layout, feature_map=feature_map).isfinite().all()
 
 
-CALL = """
-import sys, torch
-from mhla_diffusion import BlockLayout, mhla_attention
-from mhla_diffusion.errors import UserError
-from mhla_diffusion.kernels import choose_backend
-x = torch.ones(1, 4, 1, 2)
-out = mhla_attention(x, x, x, torch.ones(1, 1), BlockLayout((2, 2), (1, 1)))
-assert torch.allclose(out, x), out
-print(choose_backend([x]))
-try:
-    mhla_attention(x, x, x, torch.ones(1, 1), BlockLayout((2, 2), (1, 1)), backend="native")
-except UserError as error:
-    print(error)
-"""
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A new cache for compiled code, and nothing loaded; as before when the test ends."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native._load_once.cache_clear()
+    yield tmp_path / "mhla_diffusion"
+    native._load_once.cache_clear()
 
 
-def start(cache, **environment):
-    """A process of its own that calls attention and prints the backend, and the error if it is forced and fails."""
-    env = {**os.environ, "XDG_CACHE_HOME": str(cache), **environment}
-    return subprocess.Popen([sys.executable, "-c", CALL], env=env, text=True, stdout=subprocess.PIPE)
-
-
-def lines_of(process):
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    return out.splitlines()
+def choice():
+    x = torch.ones(1, 4, 1, 2)
+    assert torch.allclose(mhla_attention(x, x, x, torch.ones(1, 1), BlockLayout((2, 2), (1, 1))), x)
+    return choose_backend([x])
 
 
 @needs_compiler
-def test_processes_that_start_together_share_what_is_compiled_and_mend_what_is_damaged(tmp_path):
-    assert [lines_of(p) for p in [start(tmp_path), start(tmp_path)]] == [["native"]] * 2
-    (made,) = (tmp_path / "mhla_diffusion").iterdir()  # nothing else is left there
-    before = made.stat().st_mtime_ns
-    assert lines_of(start(tmp_path)) == ["native"] and made.stat().st_mtime_ns == before
-    made.write_bytes(made.read_bytes()[:50])
-    assert lines_of(start(tmp_path)) == ["native"] and made.stat().st_size > 50
+def test_what_was_compiled_is_found_again_and_what_is_damaged_is_mended(cache, monkeypatch):
+    assert choice() == "native"
+    (made,) = cache.iterdir()  # nothing else is left there
+    monkeypatch.setattr(native, "_compile", lambda *_: pytest.fail("compiled again"))
+    native._load_once.cache_clear()
+    assert choice() == "native"
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "other"))
+    damaged = cache / "other" / "mhla_diffusion" / made.name
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(made.read_bytes()[:50])
+    native._load_once.cache_clear()
+    assert choice() == "native" and damaged.stat().st_size == made.stat().st_size
 
 
 @needs_compiler
-def test_without_a_folder_to_keep_it_in_it_is_compiled_for_one_process(tmp_path):
-    (tmp_path / "file").touch()
+def test_without_a_folder_to_keep_it_in_it_is_compiled_for_one_process(cache, monkeypatch, tmp_path):
+    cache.touch()  # a file where the folder should be
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    assert lines_of(start(tmp_path / "file", TMPDIR=str(temporary))) == ["native"]
-    assert not list(temporary.iterdir())
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert choice() == "native" and not list(temporary.iterdir())
+
+
+@needs_compiler
+def test_another_source_or_processor_is_compiled_anew(cache, monkeypatch):
+    assert choice() == "native"
+    monkeypatch.setattr(native, "_processor", lambda: "another")
+    native._load_once.cache_clear()
+    assert choice() == "native" and len(list(cache.iterdir())) == 2
 
 
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({"CXX": "", "PATH": ""}, "backend='native' needs a C++ compiler, and there is none of g++, c++, clang++"),
-        ({"CXX": "false"}, "backend='native' could not be compiled by false: no message"),
-        ({"CXX": "no-such-compiler"}, "backend='native' could not be compiled by no-such-compiler: "),
+        ({"CXX": "", "PATH": ""}, "needs a C++ compiler, and there is none of g++, c++, clang++"),
+        ({"CXX": "false"}, "could not be compiled by false: no message"),
+        ({"CXX": "no-such-compiler"}, "could not be compiled by no-such-compiler: "),
+        ({"CXX": "'"}, "could not be compiled or loaded: No closing quotation"),
     ],
 )
-def test_without_a_compiler_the_other_code_for_cpus_is_used(tmp_path, environment, sentence):
-    backend, error = lines_of(start(tmp_path, **environment))
-    assert (
-        backend == "cpu" and error.startswith(sentence) and error.endswith("; leave it out to have a backend chosen.")
-    )
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+def test_without_a_compiler_the_other_code_for_cpus_is_used(cache, monkeypatch, environment, sentence):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert choice() == "cpu"
+    x = torch.ones(1, 4, 1, 2)
+    with pytest.raises(UserError) as caught:
+        mhla_attention(x, x, x, torch.ones(1, 1), BlockLayout((2, 2), (1, 1)), backend="native")
+    assert str(caught.value).startswith(f"backend='native' {sentence}")
+    assert str(caught.value).endswith("; leave it out to have a backend chosen.")
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+@needs_compiler
+def test_processes_that_start_together_compile_side_by_side(tmp_path):
+    code = "from mhla_diffusion.kernels import native; native.load(); print('loaded')"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    both = [subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE) for _ in range(2)]
+    assert [process.communicate(timeout=120)[0] for process in both] == ["loaded\n"] * 2
+    assert len(list((tmp_path / "mhla_diffusion").iterdir())) == 1

@@ -189,7 +189,7 @@ def _load_once() -> ctypes.CDLL | CannotCompile:
             if folder is not None:
                 made = made.replace(folder / name)  # only whole files appear there
             return _open(made)  # it stays open when a temporary file goes
-    except (CannotCompile, OSError) as error:
+    except (CannotCompile, OSError, ValueError) as error:  # ValueError: CXX is no command
         logger.info("There is no compiled attention, and so the slower code for CPUs is used: it %s.", error)
         return error if isinstance(error, CannotCompile) else CannotCompile(f"could not be compiled or loaded: {error}")
 
