@@ -291,7 +291,7 @@ def test_another_source_or_processor_is_compiled_anew(cache, monkeypatch):
 @pytest.mark.parametrize(
     ("environment", "sentence"),
     [
-        ({"CXX": "", "PATH": ""}, "needs a C++ compiler, and there is none of g++, c++, clang++"),
+        ({"CXX": "", "PATH": ""}, "needs a C++ compiler, and there is none of g++, c++"),
         ({"CXX": "false"}, "could not be compiled by false: no message"),
         ({"CXX": "no-such-compiler"}, "could not be compiled by no-such-compiler: "),
         ({"CXX": "'"}, "could not be compiled or loaded: No closing quotation"),

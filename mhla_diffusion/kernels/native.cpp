@@ -164,12 +164,8 @@ void dots_with_all(float* sums, const float* a, const float* b, int64_t rows, in
     for (; j < rows; ++j) dots<a_rows, 1>(sums + j, rows, a, b + j * row, row, length);
 }
 
-#if defined(__clang__)
-#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
 typedef int32_t places_in_two __attribute__((vector_size(lanes * sizeof(int32_t))));
 #define PICK(a, b, ...) __builtin_shuffle(a, b, places_in_two{__VA_ARGS__})
-#endif
 
 // Four columns of eight rows, as rows: x[i] holds them of row i and then of row i + 4.
 inline void store_transposed(float* to, int64_t to_row, const vec (&x)[4]) {

@@ -27,7 +27,7 @@ from ..layout import BlockLayout
 logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("native.cpp")
-COMPILERS = ("g++", "c++", "clang++")  # the first one that is there, unless the environment variable CXX names another
+COMPILERS = ("g++", "c++")  # GCC; the first one that is there, unless the environment variable CXX names another
 FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fPIC", "-fopenmp")
 LONGEST_COMPILATION = 120  # seconds; it takes two or three
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
