@@ -47,8 +47,8 @@ def mhla_attention(
         key_mask: (B, N) bool, True where a token may be attended to.
         feature_map: "relu", "relu_eps" or "elu" where query and key are still to be mapped, which costs less here than
             before; not together with `rotary`, which comes after φ.
-        backend: "plain", "cpu" or "triton" to force a way to compute; None takes that of the environment variable
-            MHLA_BACKEND, or the fastest. Results differ by rounding.
+        backend: "plain", "cpu", "native" (compiled C++) or "triton" to force a way to compute; None takes that of the
+            environment variable MHLA_BACKEND, or the fastest. Results differ by rounding.
 
     Returns:
         (B, N, H, E) in `value`'s dtype. Sums run in the widest dtype of the input, at least float32, autocast or not;
