@@ -6,7 +6,7 @@ from typing import Any, get_args, get_type_hints
 
 from ..errors import UserError
 from ..processor import MHLAProcessor, check_processor
-from ..retrofit import retrofit
+from ..retrofit import TRANSFORMERS, retrofit
 
 
 class MHLAPipelineMixin:
@@ -32,7 +32,7 @@ class MHLAPipelineMixin:
         return pipeline
 
     def set_attn_processor(self, processor: Any) -> None:
-        """Set attention processors on the transformer.
+        """Set attention processors on the transformer (on both, where a Wan2.2 pipeline has two).
 
         Args:
             processor: `MHLAProcessor()` retrofits a stock transformer, or changes the MHLA of one that has it; anything
@@ -41,10 +41,12 @@ class MHLAPipelineMixin:
         check_processor(processor)
         if isinstance(processor, MHLAProcessor):
             retrofit(self, processor)
-        elif hasattr(self.transformer, "set_attn_processor"):
-            self.transformer.set_attn_processor(processor)
-        else:
-            raise UserError(f"processor={processor!r} must be an MHLAProcessor on a {type(self.transformer).__name__}.")
+            return
+        transformers = [getattr(self, name, None) for name in TRANSFORMERS]
+        for transformer in (found for found in transformers if found is not None):
+            if not hasattr(transformer, "set_attn_processor"):
+                raise UserError(f"processor={processor!r} must be an MHLAProcessor on a {type(transformer).__name__}.")
+            transformer.set_attn_processor(processor)
 
 
 def _saved_transformer(pipeline_class: Any, name_or_path: Any) -> str | None:

@@ -276,6 +276,7 @@ def test_the_profile_splits_a_forward_pass():
         ({"dtype": "float8"}, "dtype='float8' must be one of float32, bfloat16, float16"),
         ({"mhla": {"block": (2, 2)}}, "MHLAConfig has no field 'block'"),
         ({"batch": 0}, "batch=0 must be 1 or more"),
+        ({"overrides": {"patch_size": -2}}, "overrides: patch_size=-2 must be 1 or more"),
     ],
 )
 def test_what_no_model_can_be_is_refused_in_a_sentence(fields, sentence):
@@ -591,6 +592,8 @@ def test_scaling_reports_exponents_and_crossovers_and_draws_them(tmp_path):
         (["operator", "--variants", "sdp"], "variants: 'sdp' is unknown"),
         (["operator", "--repeats", "0"], "repeats=0 must be 1 or more"),
         (["operator", "--heads", "0"], "heads=0 must be 1 or more"),
+        (["operator", "--budget", "nan"], "budget=nan must be a number of seconds above 0"),
+        (["scaling", "--max-seconds", "-1"], "max_seconds=-1.0 must be a number of seconds above 0"),
         (
             ["model", "--preset", "DiT-S/2", "--size", "256", "--mhla", "cpe"],
             "mhla: 'cpe' must be of the form key=value",

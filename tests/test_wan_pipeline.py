@@ -215,3 +215,6 @@ def test_both_transformers_of_a_two_stage_pipeline_get_mhla():
     for transformer in (pipeline.transformer, pipeline.transformer_2):
         assert transformer.mhla_config.layers == "hybrid"
     assert np.isfinite(generate(pipeline)).all()
+    pipeline.set_attn_processor(WanAttnProcessor())
+    for transformer in (pipeline.transformer, pipeline.transformer_2):
+        assert all(isinstance(x, WanAttnProcessor) for x in transformer.attn_processors.values())

@@ -13,7 +13,7 @@ from ..devices import usable_device
 from ..errors import UserError, check_writable, nearest
 from . import models, operators
 from .figures import plot_candidates, plot_scaling
-from .jobs import plan, run_jobs
+from .jobs import check_seconds, plan, run_jobs
 from .models import ModelCase
 from .operators import OperatorCase
 from .report import candidate_table, case_table, crossover_line, growth_line, header_line
@@ -96,6 +96,7 @@ def scaling(
         max_seconds: a candidate is left out where a call would take longer.
         (The others as for `compare`.)
     """
+    check_seconds("max_seconds", max_seconds)
     results = _open(operator.device, settings, json, plot)
     panels: dict[str, tuple[Sequence[Case], list[str]]] = {}
     if "tokens" in over:

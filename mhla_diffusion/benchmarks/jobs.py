@@ -31,6 +31,12 @@ class Job:
     profile: bool = False  # of models: one more forward pass for the share of attention
 
 
+def check_seconds(name: str, seconds: float) -> None:
+    """Raise a UserError unless this is a time limit (infinity is one)."""
+    if not seconds > 0:
+        raise UserError(f"{name}={seconds} must be a number of seconds above 0.")
+
+
 def plan(
     cases: Sequence[Case],
     variants: Callable[[Case], Sequence[str]],
@@ -43,6 +49,7 @@ def plan(
     """For each case one job for the times and, with `memory`, one per candidate; with `once`, one per candidate."""
     if repeats < 1:
         raise UserError(f"repeats={repeats} must be 1 or more.")
+    check_seconds("budget", budget)
     jobs = []
     for case in cases:
         names = tuple(variants(case))

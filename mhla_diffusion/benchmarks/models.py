@@ -56,6 +56,9 @@ class ModelCase:
         if self.gradient_checkpointing and (self.scope == "block" or not self.step):
             raise UserError("gradient_checkpointing is for training steps of whole models: scope='model', step=True.")
         check_dtype(self.dtype)
+        for name, value in self.overrides.items():
+            if type(value) is type(self.family.presets[self.preset].get(name)) is int and value < 1:
+                raise UserError(f"overrides: {name}={value} must be 1 or more.")
         self._latent_shape()
         MHLAConfig.from_dict({**self.family.default_config.to_dict(), **self.mhla})
 

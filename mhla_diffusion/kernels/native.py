@@ -1,4 +1,4 @@
-"""The operator on CPUs in C++ (native.cpp), compiled by this machine's compiler when it is first used.
+"""The operator on CPUs in C++ (native.cpp and its headers), compiled by this machine's compiler when it is first used.
 
 Products of blocks of a few tokens, and mixing with matrices of a few rows, are too small for libraries of matrix
 products to be fast. Here they run in registers, next to the copies into blocks and back.
@@ -26,7 +26,7 @@ from ..layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("native*.?pp"))
 COMPILERS = ("g++", "c++")  # GCC; the first one that is there, unless the environment variable CXX names another
 FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fPIC", "-fopenmp")
 LONGEST_COMPILATION = 120  # seconds; it takes two or three
@@ -47,7 +47,7 @@ class _Tokens(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    """`Call` of native.cpp."""
+    """`Call` of native_call.hpp."""
 
     _fields_ = [
         *((name, _Tokens) for name in ("query", "key", "value")),
@@ -175,7 +175,7 @@ def _load_once() -> ctypes.CDLL | CannotCompile:
     """`load`, but a failure is returned and so remembered."""
     try:
         compiler = _compiler()
-        what = [SOURCE.read_text(encoding="utf-8"), *compiler, *FLAGS, _processor()]
+        what = [*(source.read_text(encoding="utf-8") for source in SOURCES), *compiler, *FLAGS, _processor()]
         name = f"attention-{hashlib.sha256(chr(0).join(what).encode()).hexdigest()[:16]}.so"
         folder = _cache()
         if folder is not None and (folder / name).exists():
@@ -229,7 +229,10 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
     both have the same threads.
     """
     objects = library.with_suffix(".o")
-    for arguments in ((*FLAGS, "-c", SOURCE, "-o", objects), ("-shared", objects, "-o", library)):
+    for arguments in (
+        (*FLAGS, "-c", Path(__file__).with_suffix(".cpp"), "-o", objects),
+        ("-shared", objects, "-o", library),
+    ):
         command = [*compiler, *map(str, arguments)]
         try:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST_COMPILATION)
