@@ -40,11 +40,7 @@ struct Matrix {
 // Some rows and columns of out (+)= a b.
 template <int rows, int vectors>
 inline void tile(float* out, int64_t out_row, Matrix a, Matrix b, int64_t terms, bool add) {
-    vec sum[rows][vectors];
-#pragma GCC unroll 12
-    for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) sum[r][v] = add ? load(out + r * out_row + v * lanes) : vec{};
+    vec sum[rows][vectors] = {};
     for (int64_t k = 0; k < terms; ++k) {
         vec from_b[vectors];
 #pragma GCC unroll 4
@@ -62,7 +58,10 @@ inline void tile(float* out, int64_t out_row, Matrix a, Matrix b, int64_t terms,
 #pragma GCC unroll 12
     for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 4
-        for (int v = 0; v < vectors; ++v) store(out + r * out_row + v * lanes, sum[r][v]);
+        for (int v = 0; v < vectors; ++v) {
+            float* at = out + r * out_row + v * lanes;
+            store(at, add ? load(at) + sum[r][v] : sum[r][v]);
+        }
 }
 
 template <int most_rows, int vectors>

@@ -159,9 +159,11 @@ struct Worker {
             gather_keys(place, count, keys);
             gather_values(place, count, values);
             multiply(summary, s.columns, {keys, 1, s.row}, {values, s.columns, 1}, c.dim, s.columns, count, add);
-            if (c.normalize)
-                for (int64_t t = 0; t < count; ++t)
-                    for (int64_t d = 0; d < c.dim; ++d) z[d] += keys[t * s.row + d];
+            for (int64_t d = 0; c.normalize && d < s.row; d += lanes) {
+                vec sum{};
+                for (int64_t t = 0; t < count; ++t) sum += load(keys + t * s.row + d);
+                store(z + d, load(z + d) + sum);
+            }
             add = true;
         });
         if (!add) std::fill(summary, z, 0.0f);
