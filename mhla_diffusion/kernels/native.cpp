@@ -14,117 +14,115 @@
 
 namespace {
 
-// Calls `work(worker, task, memory)` for `tasks` tasks of each of some units, spread over the threads, and waits for
-// all. Each unit has its part of the memory.
-template <typename Work>
-void for_all(const Call& c, const Sizes& s, int64_t first_unit, int64_t units, int64_t tasks, float* memory,
-             int64_t memory_of_unit, float* buffers, Work work) {
-    const int64_t thread = omp_get_thread_num();
+// What all threads do together for some units.
+struct Round {
+    const Call& c;
+    const Sizes& s;
+    int64_t first_unit, units;
+
+    // Calls `work(worker, task, memory)` for `tasks` tasks of each unit, spread over the threads, and waits for all.
+    template <typename Work>
+    void all(int64_t tasks, Work work) const {
+        const int64_t thread = omp_get_thread_num(), groups_of_sample = s.groups / c.batch;
+        float* buffer = c.scratch + s.units * s.memory + thread * s.buffers;
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < units * tasks; ++i) {
-        const int64_t unit = first_unit + i / tasks;
-        const Worker worker{c, s, buffers + thread * s.buffers, thread, unit / c.heads, unit % c.heads};
-        work(worker, i % tasks, memory + i / tasks * memory_of_unit);
+        for (int64_t i = 0; i < units * tasks; ++i) {
+            const int64_t unit = first_unit + i / tasks;
+            const Worker worker{c, s, buffer, thread, unit / groups_of_sample, unit % groups_of_sample * s.group};
+            work(worker, i % tasks, c.scratch + i / tasks * s.memory);
+        }
     }
+
+    // The same for each head of each unit: `work(worker, task, memory, head)`, where the memory is that of the head.
+    template <typename Work>
+    void all_heads(int64_t tasks, Work work) const {
+        all(tasks * s.group, [&](const Worker& worker, int64_t i, float* memory) {
+            work(worker, i % tasks, memory + i / tasks * s.of_head, i / tasks);
+        });
+    }
+};
+
+template <typename Work>
+void for_all_rounds(const Call& c, const Sizes& s, Work work) {
+#pragma omp parallel num_threads(c.threads)
+    for (int64_t first = 0; first < s.groups; first += s.units)
+        work(Round{c, s, first, std::min(s.units, s.groups - first)});
 }
+
+Sizes forward_sizes(const Call& c) { return Sizes(c, 1, false); }
+Sizes backward_sizes(const Call& c) { return Sizes(c, c.num_factors > 1 ? 3 : 2, true); }
 
 }  // namespace
 
-int64_t mhla_forward_scratch(const Call* call) {
-    const Sizes s(*call, false);
-    return s.units * call->blocks * s.summary + call->threads * s.buffers;
-}
+int64_t mhla_forward_scratch(const Call* call) { return forward_sizes(*call).scratch(*call); }
+int64_t mhla_backward_scratch(const Call* call) { return backward_sizes(*call).scratch(*call); }
 
 void mhla_forward(const Call* call) {
     const Call& c = *call;
-    const Sizes s(c, false);
-    const int64_t memory_of_unit = c.blocks * s.summary, slab_row = s.slab * s.summary;
-    float *memory = c.scratch, *buffers = memory + s.units * memory_of_unit;
-    const int64_t panels = up(slab_row, panel) / panel;
-#pragma omp parallel num_threads(c.threads)
-    for (int64_t first = 0; first < c.batch * c.heads; first += s.units) {
-        const int64_t units = std::min(s.units, c.batch * c.heads - first);
-        auto all = [&](int64_t tasks, auto work) {
-            for_all(c, s, first, units, tasks, memory, memory_of_unit, buffers, work);
-        };
-        all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
+    const Sizes s = forward_sizes(c);
+    const int64_t slab_row = s.slab * s.summary, panels = up(slab_row, panel) / panel;
+    for_all_rounds(c, s, [&](const Round& round) {
+        round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
             float* slab = summaries + i * slab_row;
             for (int64_t j = 0; j < s.slab; ++j) worker.summarise(i * s.slab + j, slab + j * s.summary);
-            worker.mix_behind(0, slab, slab);
+            for (int64_t head = 0; head < s.group; ++head, slab += s.of_head) worker.mix_behind(0, slab, slab);
         });
-        if (c.num_factors > 1) {
-            // By columns, the blocks that differ in the first axis only: they are read out while they are in the cache.
-            all(s.slab, [&](const Worker& worker, int64_t i, float* summaries) {
-                const int64_t begin = i * s.summary, end = begin + s.summary;
+        if (c.num_factors == 1) {
+            round.all_heads(panels, [&](const Worker& worker, int64_t i, float* summaries, int64_t) {
+                const int64_t begin = i * panel, end = std::min(begin + panel, slab_row);
                 worker.mix(worker.factor(0), s.slabs, summaries, summaries, slab_row, begin, end);
-                for (int64_t j = i; j < c.blocks; j += s.slab) worker.read_out(j, summaries + j * s.summary);
             });
-            continue;
+            round.all(c.blocks, [&](const Worker& worker, int64_t block, float* summaries) {
+                worker.read_out(block, summaries + block * s.summary);
+            });
+            return;
         }
-        all(panels, [&](const Worker& worker, int64_t i, float* summaries) {
-            const int64_t begin = i * panel, end = std::min(begin + panel, slab_row);
-            worker.mix(worker.factor(0), s.slabs, summaries, summaries, slab_row, begin, end);
+        // By columns, the blocks that differ in the first axis only: they are read out while they are in the cache.
+        round.all(s.slab, [&](const Worker& worker, int64_t i, float* summaries) {
+            const int64_t begin = i * s.summary, end = begin + s.summary;
+            for (float *of = summaries, *last = summaries + s.memory; of < last; of += s.of_head)
+                worker.mix(worker.factor(0), s.slabs, of, of, slab_row, begin, end);
+            for (int64_t j = i; j < c.blocks; j += s.slab) worker.read_out(j, summaries + j * s.summary);
         });
-        all(c.blocks, [&](const Worker& worker, int64_t block, float* summaries) {
-            worker.read_out(block, summaries + block * s.summary);
-        });
-    }
-}
-
-int64_t mhla_backward_scratch(const Call* call) {
-    const Sizes s(*call, true);
-    return s.units * (2 + (call->num_factors > 1)) * call->blocks * s.summary + call->threads * s.buffers;
+    });
 }
 
 // Of the forward pass only the denominators are there; the summaries are made anew. What axis a of the mixing was given
 // is the summaries mixed along the axes behind it, so that is made once more for each axis.
+//
+// Of each head there are all summaries, after those of all heads the gradients of all mixed ones, which become those of
+// the summaries, and after these, for separable mixing, what an axis was given.
 void mhla_backward(const Call* call) {
     const Call& c = *call;
-    const Sizes s(c, true);
-    const bool separable = c.num_factors > 1;
-    const int64_t of_blocks = c.blocks * s.summary, slab_row = s.slab * s.summary;
-    const int64_t memory_of_unit = (2 + separable) * of_blocks;
-    float *memory = c.scratch, *buffers = memory + s.units * memory_of_unit;
+    const Sizes s = backward_sizes(c);
+    const int64_t slab_row = s.slab * s.summary, of_all = s.group * s.of_head;
     const int64_t panels = up(slab_row, panel) / panel, strips = up(slab_row, strip) / strip;
-#pragma omp parallel num_threads(c.threads)
-    for (int64_t first = 0; first < c.batch * c.heads; first += s.units) {
-        const int64_t units = std::min(s.units, c.batch * c.heads - first);
-        auto all = [&](int64_t tasks, auto work) {
-            for_all(c, s, first, units, tasks, memory, memory_of_unit, buffers, work);
-        };
-        // What the first axis was given: `given`; it is the summaries themselves where there is one factor only.
-        auto grads = [&](float* summaries) { return summaries + of_blocks; };
-        auto given = [&](float* summaries) { return summaries + 2 * separable * of_blocks; };
-        all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
+    const int64_t to_grads = of_all, to_given = c.num_factors > 1 ? 2 * of_all : 0;
+    for_all_rounds(c, s, [&](const Round& round) {
+        round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
             float* slab = summaries + i * slab_row;
             for (int64_t j = 0; j < s.slab; ++j) worker.summarise(i * s.slab + j, slab + j * s.summary);
-            worker.mix_behind(0, slab, given(summaries) + i * slab_row);
+            for (int64_t head = 0; head < s.group; ++head, slab += s.of_head)
+                worker.mix_behind(0, slab, slab + to_given);
         });
-        all(panels, [&](const Worker& worker, int64_t i, float* summaries) {
+        round.all_heads(panels, [&](const Worker& worker, int64_t i, float* summaries, int64_t) {
             const int64_t begin = i * panel, end = std::min(begin + panel, slab_row);
-            worker.mix(worker.factor(0), s.slabs, given(summaries), grads(summaries), slab_row, begin, end);
+            worker.mix(worker.factor(0), s.slabs, summaries + to_given, summaries + to_grads, slab_row, begin, end);
         });
-        all(c.blocks, [&](const Worker& worker, int64_t block, float* summaries) {
-            worker.read_back(block, grads(summaries) + block * s.summary);
+        round.all_heads(c.blocks, [&](const Worker& worker, int64_t block, float* summaries, int64_t head) {
+            worker.read_back(block, head, summaries + to_grads + block * s.summary);
         });
-        all(strips, [&](const Worker& worker, int64_t i, float* summaries) {
+        round.all_heads(strips, [&](const Worker& worker, int64_t i, float* summaries, int64_t) {
             const int64_t begin = i * strip, end = std::min(begin + strip, slab_row);
-            worker.factor_gradient(0, grads(summaries), given(summaries), slab_row, begin, end);
-            worker.mix(worker.transposed_factor(0), s.slabs, grads(summaries), grads(summaries), slab_row, begin, end);
+            float* grads = summaries + to_grads;
+            worker.factor_gradient(0, grads, summaries + to_given, slab_row, begin, end);
+            worker.mix(worker.transposed_factor(0), s.slabs, grads, grads, slab_row, begin, end);
         });
-        all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
-            float *slab = summaries + i * slab_row, *grad = grads(summaries) + i * slab_row;
-            for (int64_t axis = 1; axis < c.num_factors; ++axis) {
-                const bool is_last = axis + 1 == c.num_factors;
-                float* axis_given = is_last ? slab : given(summaries) + i * slab_row;
-                worker.mix_behind(axis, slab, axis_given);
-                worker.along(axis, [&](int64_t offset, int64_t row) {
-                    float* made = grad + offset;
-                    worker.factor_gradient(axis, made, axis_given + offset, row, 0, row);
-                    worker.mix(worker.transposed_factor(axis), c.counts[axis], made, made, row, 0, row);
-                });
-            }
-            for (int64_t j = 0; j < s.slab; ++j) worker.summarise_back(i * s.slab + j, grad + j * s.summary);
+        round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
+            float *slab = summaries + i * slab_row, *grads = slab + to_grads;
+            for (int64_t head = 0; head < s.group; ++head, slab += s.of_head)
+                worker.unmix_behind(0, slab, slab + to_given, slab + to_grads);
+            for (int64_t j = 0; j < s.slab; ++j) worker.summarise_back(i * s.slab + j, grads + j * s.summary);
         });
-    }
+    });
 }

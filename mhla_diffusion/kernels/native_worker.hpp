@@ -12,10 +12,11 @@
 
 namespace {
 
-constexpr int64_t chunk = 48;   // tokens, a multiple of the rows of the larger tiles
-constexpr int64_t panel = 48;   // columns of summaries that are mixed at once
-constexpr int64_t strip = 576;  // columns of summaries that are multiplied by one another at once; a multiple of panel
-constexpr int64_t ahead = 8;    // tokens that are fetched from memory before they are needed
+constexpr int64_t chunk = 48;        // tokens, a multiple of the rows of the larger tiles
+constexpr int64_t panel = 48;        // columns of summaries that are mixed at once
+constexpr int64_t strip = 576;       // columns of summaries that are multiplied by one another; a multiple of panel
+constexpr int64_t cached = 1 << 21;  // floats of summaries that are made of several heads together, over all threads
+constexpr int64_t ahead = 8;         // tokens that are fetched from memory before they are needed
 
 constexpr float shift = 1e-6f;  // of relu_eps
 
@@ -36,68 +37,85 @@ uint16_t to_bfloat16(float x) {  // rounded to nearest, ties to even
 struct Sizes {
     int64_t columns, row;  // of a token's values and of its features, as whole vectors
     int64_t summary;       // S, z and padding
+    int64_t of_head;       // the summaries of all blocks
     int64_t slabs, slab;   // how many, and the blocks of each
-    int64_t units;         // computed at a time
+    int64_t group, groups; // heads that are computed together, and how many such groups all samples have
+    int64_t units;         // groups that are computed at a time
+    int64_t memory;        // of a unit
     int64_t buffers;       // of a thread
 
-    explicit Sizes(const Call& c, bool backward) {
+    // `copies` is how often all summaries are in memory.
+    Sizes(const Call& c, int64_t copies, bool backward) {
         columns = up(c.width, lanes);
         row = up(c.dim, lanes);
         // An odd number of cache lines, so that summaries do not fall on the same places of the cache.
         summary = (up(c.dim * columns + row, 16) / 16 | 1) * 16;
+        of_head = c.blocks * summary;
         slabs = c.counts[0];
         slab = c.blocks / slabs;
-        units = std::min(c.threads, c.batch * c.heads);
+        group = std::clamp<int64_t>(cached / (c.threads * copies * of_head), 1, c.heads);
+        while (c.heads % group) --group;
+        groups = c.batch * c.heads / group;
+        units = std::min(c.threads, groups);
+        memory = copies * group * of_head;
         buffers = chunk * (row + columns + std::max(row, columns));
         if (backward) buffers += columns * row + row;
         for (int64_t f = 0; f < c.num_factors; ++f) buffers = std::max(buffers, c.counts[f] * panel);
         buffers = up(buffers, 16);
     }
+
+    int64_t scratch(const Call& c) const { return units * memory + c.threads * buffers; }
 };
 
-// What one thread does for one unit: sample b, head h.
+// What one thread does for one unit: a group of heads of sample b. Heads are numbered within their group; a pointer to
+// summaries is to those of the group's first head, and those of the next head lie `of_head` behind.
 struct Worker {
     const Call& c;
     const Sizes& s;
     float* buffer;
-    int64_t thread, b, h;
+    int64_t thread, b, head_offset;
 
     const uint8_t* mask() const { return c.key_mask ? c.key_mask + b * c.tokens : nullptr; }
 
-    float& kept(int64_t block, int64_t token) const {
-        return c.kept[((b * c.heads + h) * c.blocks + block) * c.block_size + token];
+    float& kept(int64_t head, int64_t place, int64_t block) const {
+        const int64_t row = (b * c.heads + head_offset + head) * c.blocks + block;
+        return c.kept[row * c.block_size + place - c.first_place[block]];
     }
 
-    int64_t in_contiguous(int64_t token, int64_t length) const {
-        return ((b * c.tokens + token) * c.heads + h) * length;
+    int64_t in_contiguous(int64_t head, int64_t token, int64_t length) const {
+        return ((b * c.tokens + token) * c.heads + head_offset + head) * length;
     }
 
-    // Calls `work(place, count, tokens)` for all chunks of a block's tokens.
+    int64_t in(const Tokens& tokens, int64_t head, int64_t token) const {
+        return b * tokens.batch + (head_offset + head) * tokens.head + token * tokens.token;
+    }
+
+    // Calls `work(head, place, count, tokens, is_first)` for all chunks of a block's tokens, and for each one for some
+    // heads, because these lie side by side in memory.
     template <typename Work>
-    void chunks(int64_t block, Work work) const {
-        const int64_t end = c.first_place[block + 1];
-        for (int64_t place = c.first_place[block]; place < end; place += chunk)
-            work(place, std::min(chunk, end - place), c.token_of_place + place);
+    void chunks(int64_t block, int64_t first_head, int64_t end_head, Work work) const {
+        const int64_t first = c.first_place[block], end = c.first_place[block + 1];
+        for (int64_t place = first; place < end; place += chunk)
+            for (int64_t head = first_head; head < end_head; ++head)
+                work(head, place, std::min(chunk, end - place), c.token_of_place + place, place == first);
     }
 
     // Features of the tokens of a chunk, a row each: zeros where the mask hides them, and behind their elements.
-    void gather(const Tokens& from, int64_t place, int64_t count, int64_t length, FeatureMap map, const uint8_t* mask,
-                float* to) const {
-        const int64_t start = b * from.batch + h * from.head, row = up(length, lanes);
-        const int64_t bytes = from.dtype == float32 ? 4 : 2;
+    void gather(const Tokens& from, int64_t head, int64_t place, int64_t count, int64_t length, FeatureMap map,
+                const uint8_t* mask, float* to) const {
+        const int64_t row = up(length, lanes), bytes = from.dtype == float32 ? 4 : 2;
         const int64_t* tokens = c.token_of_place + place;
         for (int64_t t = 0; t < count; ++t, to += row) {
             if (place + t + ahead < c.tokens) {
-                const int64_t later = start + tokens[t + ahead] * from.token;
-                for (int64_t byte = 0; byte < length * bytes; byte += 64)
-                    __builtin_prefetch(static_cast<const char*>(from.data) + later * bytes + byte);
+                const char* later = static_cast<const char*>(from.data) + in(from, head, tokens[t + ahead]) * bytes;
+                for (int64_t byte = 0; byte < length * bytes; byte += 64) __builtin_prefetch(later + byte);
             }
             std::fill(to + length, to + row, 0.0f);
             if (mask && !mask[tokens[t]]) {
                 std::fill(to, to + length, 0.0f);
                 continue;
             }
-            const int64_t at = start + tokens[t] * from.token;
+            const int64_t at = in(from, head, tokens[t]);
             if (from.dtype == float32) {
                 const float* x = static_cast<const float*>(from.data) + at;
                 if (map == identity)
@@ -116,14 +134,14 @@ struct Worker {
     }
 
     FeatureMap feature_map() const { return FeatureMap(c.feature_map); }
-    void gather_queries(int64_t place, int64_t count, float* to) const {
-        gather(c.query, place, count, c.dim, feature_map(), nullptr, to);
+    void gather_queries(int64_t head, int64_t place, int64_t count, float* to) const {
+        gather(c.query, head, place, count, c.dim, feature_map(), nullptr, to);
     }
-    void gather_keys(int64_t place, int64_t count, float* to) const {
-        gather(c.key, place, count, c.dim, feature_map(), mask(), to);
+    void gather_keys(int64_t head, int64_t place, int64_t count, float* to) const {
+        gather(c.key, head, place, count, c.dim, feature_map(), mask(), to);
     }
-    void gather_values(int64_t place, int64_t count, float* to) const {
-        gather(c.value, place, count, c.width, identity, nullptr, to);
+    void gather_values(const Tokens& values, int64_t head, int64_t place, int64_t count, float* to) const {
+        gather(values, head, place, count, c.width, identity, nullptr, to);
     }
 
     static void write(const float* from, int64_t length, void* to, int64_t at, int64_t dtype) {
@@ -136,9 +154,9 @@ struct Worker {
     }
 
     // A gradient of features, through the feature map, to that of what the features were made of.
-    void write_gradient(float* gradient, const Tokens& of, int64_t token, void* to) const {
+    void write_gradient(float* gradient, const Tokens& of, int64_t head, int64_t token, void* to) const {
         if (feature_map() != identity) {
-            const int64_t at = b * of.batch + h * of.head + token * of.token;
+            const int64_t at = in(of, head, token);
             if (of.dtype == float32) {
                 const float* x = static_cast<const float*>(of.data) + at;
                 for (int64_t d = 0; d < c.dim; ++d) gradient[d] = x[d] <= 0 ? 0 : gradient[d];
@@ -147,27 +165,33 @@ struct Worker {
                 for (int64_t d = 0; d < c.dim; ++d) gradient[d] = from_bfloat16(x[d]) <= 0 ? 0 : gradient[d];
             }
         }
-        write(gradient, c.dim, to, in_contiguous(token, c.dim), of.dtype);
+        write(gradient, c.dim, to, in_contiguous(head, token, c.dim), of.dtype);
+    }
+
+    // Zeros to z of one block and head, and to S as well if the block has no tokens, so that nothing else writes it.
+    void clear(int64_t block, float* summary) const {
+        const bool is_empty = c.first_place[block] == c.first_place[block + 1];
+        std::fill(summary + (is_empty ? 0 : c.dim * s.columns), summary + s.summary, 0.0f);
     }
 
     // S and z of one block.
-    void summarise(int64_t block, float* summary) const {
-        float *keys = buffer, *values = keys + chunk * s.row, *z = summary + c.dim * s.columns;
-        bool add = false;
-        std::fill(z, summary + s.summary, 0.0f);
-        chunks(block, [&](int64_t place, int64_t count, const int64_t*) {
-            gather_keys(place, count, keys);
-            gather_values(place, count, values);
-            multiply(summary, s.columns, {keys, 1, s.row}, {values, s.columns, 1}, c.dim, s.columns, count, add);
+    void summarise(int64_t block, float* summaries) const {
+        float *keys = buffer, *values = keys + chunk * s.row;
+        for (int64_t head = 0; head < s.group; ++head) clear(block, summaries + head * s.of_head);
+        chunks(block, 0, s.group, [&](int64_t head, int64_t place, int64_t count, const int64_t*, bool is_first) {
+            float *summary = summaries + head * s.of_head, *z = summary + c.dim * s.columns;
+            gather_keys(head, place, count, keys);
+            gather_values(c.value, head, place, count, values);
+            multiply(summary, s.columns, {keys, 1, s.row}, {values, s.columns, 1}, c.dim, s.columns, count, !is_first);
             for (int64_t d = 0; c.normalize && d < s.row; d += lanes) {
                 vec sum{};
                 for (int64_t t = 0; t < count; ++t) sum += load(keys + t * s.row + d);
                 store(z + d, load(z + d) + sum);
             }
-            add = true;
         });
-        if (!add) std::fill(summary, z, 0.0f);
     }
+
+    // What follows is for one head, and its pointers to what belongs to that head.
 
     // to_i = Σ_j factor[i, j] from_j for rows that are `row` apart, in columns `begin` to `end`; may be in place.
     void mix(Matrix factor, int64_t rows, const float* from, float* to, int64_t row, int64_t begin, int64_t end) const {
@@ -201,86 +225,80 @@ struct Worker {
         if (from != to) std::copy(from, from + s.slab * s.summary, to);
     }
 
-    // The outputs of the queries of one block, from its mixed summary.
-    void read_out(int64_t block, const float* summary) const {
+    // The outputs of the queries of one block, from its mixed summaries.
+    void read_out(int64_t block, const float* summaries) const {
         float *queries = buffer, *results = queries + chunk * s.row;
-        const float* z = summary + c.dim * s.columns;
-        chunks(block, [&](int64_t place, int64_t count, const int64_t* tokens) {
-            gather_queries(place, count, queries);
+        chunks(block, 0, s.group, [&](int64_t head, int64_t place, int64_t count, const int64_t* tokens, bool) {
+            const float *summary = summaries + head * s.of_head, *z = summary + c.dim * s.columns;
+            gather_queries(head, place, count, queries);
             multiply(results, s.columns, {queries, s.row, 1}, {summary, s.columns, 1}, count, s.columns, c.dim, false);
             for (int64_t t = 0; t < count; ++t) {
                 float* result = results + t * s.columns;
                 if (c.normalize) {
                     const float denominator = dot(queries + t * s.row, z, s.row) + c.eps;
-                    if (c.kept) kept(block, place + t - c.first_place[block]) = denominator;
+                    if (c.kept) kept(head, place + t, block) = denominator;
                     for (int64_t e = 0; e < s.columns; ++e) result[e] /= denominator;
                 }
-                write(result, c.width, c.out, in_contiguous(tokens[t], c.width), c.value.dtype);
+                write(result, c.width, c.out, in_contiguous(head, tokens[t], c.width), c.value.dtype);
             }
         });
     }
 
-    // The gradient of the queries of one block; its mixed summary is replaced by the gradient of that.
+    // The gradient of the queries of one block and head; its mixed summary is replaced by the gradient of that.
     //
     // With g the gradient of the output over the denominator, the numerator's share of the features' gradient is S̃ g.
     // The quotient's derivative by its denominator is −g·numerator / denominator = −q·(S̃ g) / denominator.
-    void read_back(int64_t block, float* summary) const {
+    void read_back(int64_t block, int64_t head, float* summary) const {
         float *queries = buffer, *grads = queries + chunk * s.row, *query_grads = grads + chunk * s.columns;
         float *transposed = query_grads + chunk * std::max(s.row, s.columns), *z = transposed + s.columns * s.row;
         float* z_grad = summary + c.dim * s.columns;
-        bool add = false;
         transpose(summary, c.dim, s.columns, transposed);
         std::copy(z_grad, z_grad + s.row, z);
-        std::fill(z_grad, summary + s.summary, 0.0f);
-        chunks(block, [&](int64_t place, int64_t count, const int64_t* tokens) {
-            gather_queries(place, count, queries);
-            gather(c.out_grad, place, count, c.width, identity, nullptr, grads);
-            if (c.normalize)
-                for (int64_t t = 0; t < count; ++t) {
-                    const float denominator = kept(block, place + t - c.first_place[block]);
-                    for (int64_t e = 0; e < s.columns; ++e) grads[t * s.columns + e] /= denominator;
-                }
+        clear(block, summary);
+        chunks(block, head, head + 1, [&](int64_t, int64_t place, int64_t count, const int64_t* tokens, bool first) {
+            gather_queries(head, place, count, queries);
+            gather_values(c.out_grad, head, place, count, grads);
+            for (int64_t t = 0; c.normalize && t < count; ++t) {
+                const float denominator = kept(head, place + t, block);
+                for (int64_t e = 0; e < s.columns; ++e) grads[t * s.columns + e] /= denominator;
+            }
             multiply(query_grads, s.row, {grads, s.columns, 1}, {transposed, s.row, 1}, count, s.row, c.width, false);
             for (int64_t t = 0; t < count; ++t) {
                 float *query = queries + t * s.row, *query_grad = query_grads + t * s.row;
                 if (c.normalize) {
-                    const float denominator = kept(block, place + t - c.first_place[block]);
-                    const float downward = -dot(query, query_grad, s.row) / denominator;
+                    const float downward = -dot(query, query_grad, s.row) / kept(head, place + t, block);
                     for (int64_t d = 0; d < c.dim; ++d) query_grad[d] += downward * z[d];
                     for (int64_t d = 0; d < c.dim; ++d) z_grad[d] += downward * query[d];
                 }
-                if (c.query_grad) write_gradient(query_grad, c.query, tokens[t], c.query_grad);
+                if (c.query_grad) write_gradient(query_grad, c.query, head, tokens[t], c.query_grad);
             }
-            multiply(summary, s.columns, {queries, 1, s.row}, {grads, s.columns, 1}, c.dim, s.columns, count, add);
-            add = true;
+            multiply(summary, s.columns, {queries, 1, s.row}, {grads, s.columns, 1}, c.dim, s.columns, count, !first);
         });
-        if (!add) std::fill(summary, z_grad, 0.0f);
     }
 
-    // The gradients of the keys and values of one block, from that of its summary.
-    void summarise_back(int64_t block, const float* summary_grad) const {
+    // The gradients of the keys and values of one block, from those of its summaries.
+    void summarise_back(int64_t block, const float* summary_grads) const {
         float *keys = buffer, *values = keys + chunk * s.row, *grads = values + chunk * s.columns;
         float* transposed = grads + chunk * std::max(s.row, s.columns);
-        const float* z_grad = summary_grad + c.dim * s.columns;
-        transpose(summary_grad, c.dim, s.columns, transposed);
-        chunks(block, [&](int64_t place, int64_t count, const int64_t* tokens) {
-            gather_keys(place, count, keys);
+        chunks(block, 0, s.group, [&](int64_t head, int64_t place, int64_t count, const int64_t* tokens, bool) {
+            const float *summary_grad = summary_grads + head * s.of_head, *z_grad = summary_grad + c.dim * s.columns;
+            gather_keys(head, place, count, keys);
             if (c.key_grad) {
-                gather_values(place, count, values);
+                gather_values(c.value, head, place, count, values);
+                transpose(summary_grad, c.dim, s.columns, transposed);
                 multiply(grads, s.row, {values, s.columns, 1}, {transposed, s.row, 1}, count, s.row, c.width, false);
                 for (int64_t t = 0; t < count; ++t) {
                     float* key_grad = grads + t * s.row;
-                    if (c.normalize)
-                        for (int64_t d = 0; d < c.dim; ++d) key_grad[d] += z_grad[d];
+                    for (int64_t d = 0; c.normalize && d < c.dim; ++d) key_grad[d] += z_grad[d];
                     if (mask() && !mask()[tokens[t]]) std::fill(key_grad, key_grad + c.dim, 0.0f);
-                    write_gradient(key_grad, c.key, tokens[t], c.key_grad);
+                    write_gradient(key_grad, c.key, head, tokens[t], c.key_grad);
                 }
             }
             if (c.value_grad) {
-                const Matrix of_block{summary_grad, s.columns, 1};
-                multiply(grads, s.columns, {keys, s.row, 1}, of_block, count, s.columns, c.dim, false);
+                const Matrix summary{summary_grad, s.columns, 1};
+                multiply(grads, s.columns, {keys, s.row, 1}, summary, count, s.columns, c.dim, false);
                 for (int64_t t = 0; t < count; ++t) {
-                    const int64_t at = in_contiguous(tokens[t], c.width);
+                    const int64_t at = in_contiguous(head, tokens[t], c.width);
                     write(grads + t * s.columns, c.width, c.value_grad, at, c.value.dtype);
                 }
             }
@@ -300,6 +318,20 @@ struct Worker {
                 dots_with_all<4>(sums + i * rows, made + i * row + begin, given + begin, rows, row, length);
             for (; i < rows; ++i)
                 dots_with_all<1>(sums + i * rows, made + i * row + begin, given + begin, rows, row, length);
+        }
+    }
+
+    // For one slab and all axes behind `axis`: the gradients of their factors, and from the gradients of what they made
+    // those of what they were given, in place. `spare` is as large as the slab.
+    void unmix_behind(int64_t axis, const float* slab, float* spare, float* grads) const {
+        for (int64_t a = axis + 1; a < c.num_factors; ++a) {
+            const bool is_last = a + 1 == c.num_factors;
+            if (!is_last) mix_behind(a, slab, spare);
+            const float* given = is_last ? slab : spare;
+            along(a, [&](int64_t offset, int64_t row) {
+                factor_gradient(a, grads + offset, given + offset, row, 0, row);
+                mix(transposed_factor(a), c.counts[a], grads + offset, grads + offset, row, 0, row);
+            });
         }
     }
 };
