@@ -46,7 +46,8 @@ def attend(
     """
     arguments = (mixing, layout, normalize, eps, rotary, key_mask)
     factors = (mixing,) if isinstance(mixing, Tensor) else tuple(mixing)
-    chosen = choose_backend((query, key, value, *(rotary or ())), backend, factors, feature_map)
+    others = factors if key_mask is None else (*factors, key_mask)
+    chosen = choose_backend((query, key, value, *(rotary or ())), backend, others, feature_map)
     if chosen == "plain":
         features = ELEMENTWISE[feature_map]
         return plain.attend(features(query), features(key), value, *arguments)
@@ -62,12 +63,12 @@ def _kernel(backend: str) -> type[autograd.Kernel]:
 def choose_backend(
     tensors: Sequence[Tensor],
     backend: str | None = None,
-    factors: Sequence[Tensor] = (),
+    others: Sequence[Tensor] = (),
     feature_map: str = "identity",
 ) -> str:
     """The backend that will compute attention of these tensors: the forced one, or the fastest that takes them.
 
-    `factors` are those of the mixing.
+    `others` are the factors of the mixing and the mask.
 
     While torch.compile or torch.export trace it is "plain" whatever is forced: the compiler makes its own kernels.
     """
@@ -79,37 +80,30 @@ def choose_backend(
     if name == "plain":
         return name
     if name == "auto":  # never Triton so far: its kernels have run in the interpreter only, not on a GPU
-        possible = (name for name in ("native", "cpu") if _obstacle(name, tensors, factors, feature_map) is None)
+        possible = (name for name in ("native", "cpu") if _obstacle(name, tensors, others, feature_map) is None)
         return next(possible, "plain")
-    obstacle = _obstacle(name, tensors, factors, feature_map)
+    obstacle = _obstacle(name, tensors, others, feature_map)
     if obstacle is not None:
         raise UserError(f"{origin}={name!r} {obstacle}; leave it out to have a backend chosen.")
     return name
 
 
-def _obstacle(backend: str, tensors: Sequence[Tensor], factors: Sequence[Tensor], feature_map: str) -> str | None:
+def _obstacle(backend: str, tensors: Sequence[Tensor], others: Sequence[Tensor], feature_map: str) -> str | None:
     """Why a backend cannot take the tensors; None if it can."""
-    for x in (*tensors, *factors):
+    for x in (*tensors, *others):
         if type(x) not in (Tensor, torch.nn.Parameter):
             return f"takes plain tensors, not a {type(x).__name__}"
         if x.numel() == 0:
             return f"takes tensors that are not empty, not {tuple(x.shape)}"
     if torch._C._are_functorch_transforms_active():
         return "cannot be transformed by torch.func"
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *factors)):
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in (*tensors, *others)):
         return "cannot be differentiated in forward mode"
-    devices = {x.device.type for x in tensors}
-    if backend in ("cpu", "native") and devices != {"cpu"}:
-        return f"takes tensors on the CPU, not on {tensors[0].device}"
-    if backend == "cpu":
-        return None
     if backend == "native":
-        for x in tensors:
-            if x.dtype not in native.DTYPES:
-                return f"takes float32 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
-        if feature_map not in native.FEATURE_MAPS:
-            return f"takes the feature maps {', '.join(native.FEATURE_MAPS)}, not {feature_map}"
-        return native.obstacle()
+        return native.obstacle(tensors, others, feature_map)
+    devices = {x.device.type for x in tensors}
+    if backend == "cpu":
+        return None if devices == {"cpu"} else f"takes tensors on the CPU, not on {tensors[0].device}"
     if devices not in ({"cuda"}, {"cpu"}) or (devices == {"cpu"} and os.environ.get("TRITON_INTERPRET") != "1"):
         return f"takes tensors on a GPU, not on {tensors[0].device}"
     if importlib.util.find_spec("triton") is None:

@@ -1,12 +1,15 @@
 // The operator for CPUs, forward and backward, in float32: see native.py, which compiles this file and calls it.
 //
-// A unit is one head of one sample. Its summaries lie one after the other in scratch memory, each a matrix S (D rows of
-// E columns, padded to whole vectors) with the normaliser's vector z (D) behind it. They are made from chunks of tokens
-// that fit into the first cache, mixed in place, and read out with chunks of queries. Every step is a product of the
-// same kind, done by `multiply`, whose inner tiles stay in registers.
+// A unit is a group of neighbouring heads of one sample. The summaries of each head lie one after the other in scratch
+// memory: a matrix S (D rows of E columns, padded to whole vectors) with the normaliser's vector z (D) behind it. They
+// are made from chunks of tokens that fit into the first cache, mixed in place, and read out with chunks of queries.
+// Every step is a product of the same kind, done by `multiply`, whose inner tiles stay in registers.
 //
 // Separable mixing goes axis by axis. A slab is all blocks of one index on the first axis: what happens along the other
 // axes happens within a slab. With full mixing, which is one factor for all blocks, a slab is one block.
+//
+// The files: native_call.hpp, what is called and with what; native_products.hpp, matrix products; native_worker.hpp,
+// the steps, done by one thread; this one, the order of the steps, and how threads share them.
 
 #include <omp.h>
 
@@ -24,7 +27,7 @@ struct Round {
     template <typename Work>
     void all(int64_t tasks, Work work) const {
         const int64_t thread = omp_get_thread_num(), groups_of_sample = s.groups / c.batch;
-        float* buffer = c.scratch + s.units * s.memory + thread * s.buffers;
+        float* buffer = c.scratch + s.units * s.memory + thread * s.buffer;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < units * tasks; ++i) {
             const int64_t unit = first_unit + i / tasks;
@@ -54,13 +57,15 @@ Sizes backward_sizes(const Call& c) { return Sizes(c, c.num_factors > 1 ? 3 : 2,
 
 }  // namespace
 
+int64_t mhla_call_size() { return sizeof(Call); }
+
 int64_t mhla_forward_scratch(const Call* call) { return forward_sizes(*call).scratch(*call); }
 int64_t mhla_backward_scratch(const Call* call) { return backward_sizes(*call).scratch(*call); }
 
 void mhla_forward(const Call* call) {
     const Call& c = *call;
     const Sizes s = forward_sizes(c);
-    const int64_t slab_row = s.slab * s.summary, panels = up(slab_row, panel) / panel;
+    const int64_t slab_row = s.slab * s.summary, panels = round_up(slab_row, panel) / panel;
     for_all_rounds(c, s, [&](const Round& round) {
         round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
             float* slab = summaries + i * slab_row;
@@ -87,42 +92,46 @@ void mhla_forward(const Call* call) {
     });
 }
 
-// Of the forward pass only the denominators are there; the summaries are made anew. What axis a of the mixing was given
-// is the summaries mixed along the axes behind it, so that is made once more for each axis.
+// Of the forward pass only the denominators are there; the summaries are made anew. A unit's memory has two parts, each
+// with all summaries of all its heads, and for separable mixing a third:
 //
-// Of each head there are all summaries, after those of all heads the gradients of all mixed ones, which become those of
-// the summaries, and after these, for separable mixing, what an axis was given.
+//   summaries           as they are made from keys and values
+//   summaries + grads   mixed; then the gradients of the mixed ones; then, axis by axis, those of the summaries
+//   summaries + given   what an axis of the mixing was given, that is the summaries mixed along the axes behind it,
+//                       made again for each axis; for full mixing that is the first part
 void mhla_backward(const Call* call) {
     const Call& c = *call;
     const Sizes s = backward_sizes(c);
     const int64_t slab_row = s.slab * s.summary, of_all = s.group * s.of_head;
-    const int64_t panels = up(slab_row, panel) / panel, strips = up(slab_row, strip) / strip;
-    const int64_t to_grads = of_all, to_given = c.num_factors > 1 ? 2 * of_all : 0;
+    const int64_t panels = round_up(slab_row, panel) / panel, strips = round_up(slab_row, strip) / strip;
+    const int64_t grads = of_all, given = c.num_factors > 1 ? 2 * of_all : 0;
     for_all_rounds(c, s, [&](const Round& round) {
         round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
             float* slab = summaries + i * slab_row;
             for (int64_t j = 0; j < s.slab; ++j) worker.summarise(i * s.slab + j, slab + j * s.summary);
             for (int64_t head = 0; head < s.group; ++head, slab += s.of_head)
-                worker.mix_behind(0, slab, slab + to_given);
+                worker.mix_behind(0, slab, slab + given);
         });
         round.all_heads(panels, [&](const Worker& worker, int64_t i, float* summaries, int64_t) {
             const int64_t begin = i * panel, end = std::min(begin + panel, slab_row);
-            worker.mix(worker.factor(0), s.slabs, summaries + to_given, summaries + to_grads, slab_row, begin, end);
+            worker.mix(worker.factor(0), s.slabs, summaries + given, summaries + grads, slab_row, begin, end);
         });
         round.all_heads(c.blocks, [&](const Worker& worker, int64_t block, float* summaries, int64_t head) {
-            worker.read_back(block, head, summaries + to_grads + block * s.summary);
+            worker.read_back(block, head, summaries + grads + block * s.summary);
         });
         round.all_heads(strips, [&](const Worker& worker, int64_t i, float* summaries, int64_t) {
             const int64_t begin = i * strip, end = std::min(begin + strip, slab_row);
-            float* grads = summaries + to_grads;
-            worker.factor_gradient(0, grads, summaries + to_given, slab_row, begin, end);
-            worker.mix(worker.transposed_factor(0), s.slabs, grads, grads, slab_row, begin, end);
+            float* made = summaries + grads;
+            worker.factor_gradient(0, made, summaries + given, slab_row, begin, end);
+            worker.mix(worker.transposed_factor(0), s.slabs, made, made, slab_row, begin, end);
         });
         round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
-            float *slab = summaries + i * slab_row, *grads = slab + to_grads;
-            for (int64_t head = 0; head < s.group; ++head, slab += s.of_head)
-                worker.unmix_behind(0, slab, slab + to_given, slab + to_grads);
-            for (int64_t j = 0; j < s.slab; ++j) worker.summarise_back(i * s.slab + j, grads + j * s.summary);
+            float* slab = summaries + i * slab_row;
+            for (int64_t head = 0; head < s.group; ++head) {
+                float* of = slab + head * s.of_head;
+                worker.unmix_behind(0, of, of + given, of + grads);
+            }
+            for (int64_t j = 0; j < s.slab; ++j) worker.summarise_back(i * s.slab + j, slab + grads + j * s.summary);
         });
     });
 }

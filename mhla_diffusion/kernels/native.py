@@ -15,27 +15,52 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
 SOURCES = sorted(Path(__file__).parent.glob("native*.?pp"))
-COMPILERS = ("g++", "c++")  # GCC; the first one that is there, unless the environment variable CXX names another
+COMPILERS = ("g++", "c++")  # GCC; tried in this order, after the one that the environment variable CXX names
 FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fPIC", "-fopenmp")
-LONGEST_COMPILATION = 120  # seconds; it takes two or three
+LONGEST_COMPILATION = 120  # seconds; it takes about five
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 FEATURE_MAPS = {"identity": 0, "relu": 1, "relu_eps": 2}
 
 
 class CannotCompile(Exception):
     """Why there is no compiled code on this machine."""
+
+
+def obstacle(tensors: Sequence[Tensor], others: Sequence[Tensor], feature_map: str) -> str | None:
+    """Why the compiled code cannot take a call; None if it can. Compiles it if that was not done before.
+
+    Args:
+        tensors: query, key, value and what is rotated.
+        others: the mixing's factors and the mask.
+    """
+    if is_in_torch_dispatch_mode():
+        return "cannot be followed by a dispatch mode, which sees operations of torch only"
+    for x in (*tensors, *others):
+        if x.device.type != "cpu":
+            return f"takes tensors on the CPU, not on {x.device}"
+        last = x.storage_offset() + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        if x._is_zerotensor() or x.untyped_storage().nbytes() < (last + 1) * x.element_size():
+            return "takes tensors that have their numbers in memory"
+    for x in tensors:
+        if x.dtype not in DTYPES:
+            return f"takes float32 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
+    if feature_map not in FEATURE_MAPS:
+        return f"takes the feature maps {', '.join(FEATURE_MAPS)}, not {feature_map}"
+    return why_not_compiled()
 
 
 class _Tokens(ctypes.Structure):
@@ -101,10 +126,10 @@ class NativeKernel:
     def outputs(self, keep: bool) -> tuple[Tensor, Tensor | None]:
         """The attention (B, N, H, E), and its denominators (B, H, M, L) if they are to be kept and there are any."""
         call, value = self.call, self.inputs[2]
-        out = torch.empty(value.shape, dtype=value.dtype)
+        out = _empty(value.shape, value.dtype)
         denominators = None
         if keep and call.normalize:
-            denominators = torch.empty(call.batch, call.heads, call.blocks, call.block_size)
+            denominators = _empty((call.batch, call.heads, call.blocks, call.block_size))
         call.out, call.kept = out.data_ptr(), _address(denominators)
         self._run("forward")
         return out, denominators
@@ -112,10 +137,9 @@ class NativeKernel:
     def gradients(self, grad: Tensor, denominators: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
         """Of query, key, value and the mixing factors, where `needed`, from the gradient of the output."""
         call = self.call
-        wanted = zip(self.inputs, needed[:3], strict=True)
-        grads = [torch.empty(x.shape, dtype=x.dtype) if need else None for x, need in wanted]
-        wanted = zip(self.factors, needed[3:], strict=True)
-        by_thread = [torch.zeros(call.threads, *x.shape) if need else None for x, need in wanted]
+        inputs, factors = zip(self.inputs, needed[:3], strict=True), zip(self.factors, needed[3:], strict=True)
+        grads = [_empty(x.shape, x.dtype) if need else None for x, need in inputs]
+        by_thread = [_empty((call.threads, *x.shape)).zero_() if need else None for x, need in factors]
         grad = _readable(grad)
         call.kept, call.out_grad = _address(denominators), _Tokens.of(grad)
         call.query_grad, call.key_grad, call.value_grad = map(_address, grads)
@@ -126,7 +150,7 @@ class NativeKernel:
 
     def _run(self, direction: str) -> None:
         library, call = load(), ctypes.byref(self.call)
-        scratch = torch.empty(getattr(library, f"mhla_{direction}_scratch")(call) + 16)
+        scratch = _empty((getattr(library, f"mhla_{direction}_scratch")(call) + 16,))
         self.call.scratch = -(-scratch.data_ptr() // 64) * 64  # where a cache line begins
         getattr(library, f"mhla_{direction}")(call)
 
@@ -137,6 +161,11 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _empty(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for the compiled code, whatever dtype and device are the default."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+
+
 def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
@@ -145,17 +174,14 @@ def _address(x: Tensor | None) -> int | None:
 def _places(layout: BlockLayout) -> tuple[Tensor, Tensor]:
     """The tokens in the order of their blocks, (N,) int64, and where in it each block begins and the last ends."""
     with torch.inference_mode(False):
-        first = torch.tensor((0, *layout.block_sizes)).cumsum(0)
-        return torch.argsort(layout.block_of_token, stable=True), first
+        first = torch.tensor((0, *layout.block_sizes), device="cpu").cumsum(0)
+        return torch.argsort(layout.block_index("cpu"), stable=True), first
 
 
-def obstacle() -> str | None:
+def why_not_compiled() -> str | None:
     """Why there is no compiled code on this machine; None if there is. Compiles it if that was not done before."""
-    try:
-        load()
-    except CannotCompile as error:
-        return str(error)
-    return None
+    result = _load_once()
+    return str(result) if isinstance(result, CannotCompile) else None
 
 
 def load() -> ctypes.CDLL:
@@ -173,34 +199,50 @@ def load() -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def _load_once() -> ctypes.CDLL | CannotCompile:
     """`load`, but a failure is returned and so remembered."""
+    problem = None
+    for compiler in _compilers():
+        try:
+            return _load_with(compiler)
+        except CannotCompile as error:
+            problem = problem or error
+    problem = problem or CannotCompile(f"needs a C++ compiler, and there is none of {', '.join(COMPILERS)}")
+    logger.info("There is no compiled attention, and so the slower code for CPUs is used: it %s.", problem)
+    return problem
+
+
+def _compilers() -> Iterator[list[str]]:
+    """The commands of the compilers that may be there."""
     try:
-        compiler = _compiler()
-        what = [*(source.read_text(encoding="utf-8") for source in SOURCES), *compiler, *FLAGS, _processor()]
-        name = f"attention-{hashlib.sha256(chr(0).join(what).encode()).hexdigest()[:16]}.so"
-        folder = _cache()
-        if folder is not None and (folder / name).exists():
-            try:
-                return _open(folder / name)
-            except OSError:
-                logger.warning("%s is damaged and is compiled again.", folder / name)
-        with tempfile.TemporaryDirectory(prefix="mhla_diffusion_", dir=folder) as workshop:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation without an end
+        named = []
+    if named:
+        yield named
+    yield from ([name] for name in COMPILERS if shutil.which(name) and [name] != named)
+
+
+def _load_with(compiler: Sequence[str]) -> ctypes.CDLL:
+    """The code as this compiler makes it, or made it before: then it is found in the cache."""
+    what = [*(source.read_text(encoding="utf-8") for source in SOURCES), *compiler, *FLAGS, _processor()]
+    name = f"attention-{hashlib.sha256(chr(0).join(what).encode(errors='replace')).hexdigest()[:16]}.so"
+    cache = _cache()
+    kept = None if cache is None else cache / name
+    try:
+        is_kept = kept is not None and _is_whole(kept)
+        if is_kept:
+            with suppress(OSError):  # where programs are forbidden a copy of it may still be opened
+                return _open(kept)
+        with tempfile.TemporaryDirectory(prefix="mhla_diffusion_") as workshop:
             made = Path(workshop, name)
-            _compile(compiler, made)
-            if folder is not None:
-                made = made.replace(folder / name)  # only whole files appear there
-            return _open(made)  # it stays open when a temporary file goes
-    except (CannotCompile, OSError, ValueError) as error:  # ValueError: CXX is no command
-        logger.info("There is no compiled attention, and so the slower code for CPUs is used: it %s.", error)
-        return error if isinstance(error, CannotCompile) else CannotCompile(f"could not be compiled or loaded: {error}")
-
-
-def _compiler() -> list[str]:
-    """The command of the compiler."""
-    named = os.environ.get("CXX")
-    command = shlex.split(named) if named else next(([name] for name in COMPILERS if shutil.which(name)), [])
-    if not command:
-        raise CannotCompile(f"needs a C++ compiler, and there is none of {', '.join(COMPILERS)}")
-    return command
+            if is_kept:
+                shutil.copyfile(kept, made)
+            else:
+                _compile(compiler, made)
+                if kept is not None:
+                    _keep(made, kept)
+            return _open(made)  # what is open can be used after its file is gone
+    except OSError as error:
+        raise CannotCompile(f"could not be compiled or loaded ({error})") from error
 
 
 def _processor() -> str:
@@ -215,7 +257,8 @@ def _processor() -> str:
 def _cache() -> Path | None:
     """Where compiled code is kept; None if that cannot be written to."""
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "mhla_diffusion")
+        named = Path(os.environ.get("XDG_CACHE_HOME") or "")
+        folder = (named if named.is_absolute() else Path.home() / ".cache") / "mhla_diffusion"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
@@ -223,24 +266,45 @@ def _cache() -> Path | None:
 
 
 def _compile(compiler: Sequence[str], library: Path) -> None:
-    """Compile to a file.
+    """Compile to a file that ends with its own checksum.
 
     It is not linked with OpenMP: the functions of the one that torch has loaded are found when it is opened, so that
     both have the same threads.
     """
-    objects = library.with_suffix(".o")
-    for arguments in (
-        (*FLAGS, "-c", Path(__file__).with_suffix(".cpp"), "-o", objects),
-        ("-shared", objects, "-o", library),
-    ):
+    objects, source = library.with_suffix(".o"), Path(__file__).with_suffix(".cpp")
+    for arguments in ((*FLAGS, "-c", source, "-o", objects), ("-shared", objects, "-o", library)):
         command = [*compiler, *map(str, arguments)]
         try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=LONGEST_COMPILATION)
+            subprocess.run(command, check=True, capture_output=True, timeout=LONGEST_COMPILATION)
         except subprocess.CalledProcessError as error:
-            last = (error.stderr.strip().splitlines() or ["no message"])[-1]
-            raise CannotCompile(f"could not be compiled by {compiler[0]}: {last}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CannotCompile(f"could not be compiled by {compiler[0]}: {error}") from error
+            lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+            first = next((line for line in lines if "error" in line), lines[-1])
+            raise CannotCompile(f"could not be compiled by {compiler[0]} ({first})") from error
+        except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            raise CannotCompile(f"could not be compiled by {compiler[0]} ({error})") from error
+    code = library.read_bytes()
+    library.write_bytes(code + hashlib.sha256(code).digest())  # what follows the code is not read as such
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is there, and as it was written: half a library would crash the process instead of an error."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return False
+    code, checksum = content[:-32], content[-32:]
+    return hashlib.sha256(code).digest() == checksum
+
+
+def _keep(made: Path, place: Path) -> None:
+    """Copy a file to its place, if that is possible; it appears there whole."""
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=place.parent, suffix=".part", delete=False) as part:
+        try:
+            part.write(made.read_bytes())
+            part.close()
+            os.replace(part.name, place)
+        except OSError:
+            os.unlink(part.name)
 
 
 def _open(path: Path) -> ctypes.CDLL:
@@ -248,4 +312,7 @@ def _open(path: Path) -> ctypes.CDLL:
     for direction in ("forward", "backward"):
         for name, result in ((f"mhla_{direction}", None), (f"mhla_{direction}_scratch", ctypes.c_int64)):
             getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(_Call)], result
+    library.mhla_call_size.restype = ctypes.c_int64
+    if library.mhla_call_size() != ctypes.sizeof(_Call):
+        raise CannotCompile("does not have the structure that it is called with")
     return library

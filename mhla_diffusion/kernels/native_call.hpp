@@ -33,6 +33,8 @@ struct Call {
     float* factor_grads[3];                      // (threads, rows, rows) or null; added to
 };
 
+int64_t mhla_call_size();  // bytes of a Call
+
 // How many floats `scratch` must have.
 int64_t mhla_forward_scratch(const Call* call);
 int64_t mhla_backward_scratch(const Call* call);

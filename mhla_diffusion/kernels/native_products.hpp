@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t lanes = 8;
 typedef float vec __attribute__((vector_size(lanes * sizeof(float)), aligned(4), may_alias));
 
-int64_t up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
+int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // Compilers like to read a vector from memory in each instruction that uses it, which is once too often for the ports.
 #if defined(__x86_64__) && defined(__AVX__)
@@ -26,9 +26,12 @@ inline void store(float* p, vec x) { *reinterpret_cast<vec*>(p) = x; }
 inline float sum_of(vec x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
 
 inline float dot(const float* a, const float* b, int64_t length) {
-    vec sum{};
-    for (int64_t i = 0; i < length; i += lanes) sum += load(a + i) * load(b + i);
-    return sum_of(sum);
+    vec sums{};
+    int64_t i = 0;
+    for (; i + lanes <= length; i += lanes) sums += load(a + i) * load(b + i);
+    float sum = sum_of(sums);
+    for (; i < length; ++i) sum += a[i] * b[i];
+    return sum;
 }
 
 // A matrix whose element [r, c] lies at data + r * row + c * column.
@@ -132,7 +135,7 @@ inline void store_transposed(float* to, int64_t to_row, const vec (&x)[4]) {
 // whole vectors.
 void transpose(const float* from, int64_t rows, int64_t columns, float* to) {
     static const float zeros[lanes] = {};
-    const int64_t to_row = up(rows, lanes);
+    const int64_t to_row = round_up(rows, lanes);
     for (int64_t r = 0; r < rows; r += lanes)
         for (int64_t c = 0; c < columns; c += lanes) {
             vec left[4], right[4];

@@ -42,14 +42,15 @@ struct Sizes {
     int64_t group, groups; // heads that are computed together, and how many such groups all samples have
     int64_t units;         // groups that are computed at a time
     int64_t memory;        // of a unit
-    int64_t buffers;       // of a thread
+    int64_t values, results, transposed, z_copy;  // where these begin in the buffer of a thread, behind the features
+    int64_t buffer;                               // the whole of it
 
     // `copies` is how often all summaries are in memory.
     Sizes(const Call& c, int64_t copies, bool backward) {
-        columns = up(c.width, lanes);
-        row = up(c.dim, lanes);
+        columns = round_up(c.width, lanes);
+        row = round_up(c.dim, lanes);
         // An odd number of cache lines, so that summaries do not fall on the same places of the cache.
-        summary = (up(c.dim * columns + row, 16) / 16 | 1) * 16;
+        summary = (round_up(c.dim * columns + row, 16) / 16 | 1) * 16;
         of_head = c.blocks * summary;
         slabs = c.counts[0];
         slab = c.blocks / slabs;
@@ -58,13 +59,16 @@ struct Sizes {
         groups = c.batch * c.heads / group;
         units = std::min(c.threads, groups);
         memory = copies * group * of_head;
-        buffers = chunk * (row + columns + std::max(row, columns));
-        if (backward) buffers += columns * row + row;
-        for (int64_t f = 0; f < c.num_factors; ++f) buffers = std::max(buffers, c.counts[f] * panel);
-        buffers = up(buffers, 16);
+        values = chunk * row;
+        results = values + chunk * columns;
+        transposed = results + chunk * std::max(row, columns);
+        z_copy = transposed + (backward ? columns * row : 0);
+        buffer = z_copy + (backward ? row : 0);
+        for (int64_t f = 0; f < c.num_factors; ++f) buffer = std::max(buffer, c.counts[f] * panel);
+        buffer = round_up(buffer, 16);
     }
 
-    int64_t scratch(const Call& c) const { return units * memory + c.threads * buffers; }
+    int64_t scratch(const Call& c) const { return units * memory + c.threads * buffer; }
 };
 
 // What one thread does for one unit: a group of heads of sample b. Heads are numbered within their group; a pointer to
@@ -77,7 +81,7 @@ struct Worker {
 
     const uint8_t* mask() const { return c.key_mask ? c.key_mask + b * c.tokens : nullptr; }
 
-    float& kept(int64_t head, int64_t place, int64_t block) const {
+    float& denominator(int64_t head, int64_t place, int64_t block) const {
         const int64_t row = (b * c.heads + head_offset + head) * c.blocks + block;
         return c.kept[row * c.block_size + place - c.first_place[block]];
     }
@@ -103,7 +107,7 @@ struct Worker {
     // Features of the tokens of a chunk, a row each: zeros where the mask hides them, and behind their elements.
     void gather(const Tokens& from, int64_t head, int64_t place, int64_t count, int64_t length, FeatureMap map,
                 const uint8_t* mask, float* to) const {
-        const int64_t row = up(length, lanes), bytes = from.dtype == float32 ? 4 : 2;
+        const int64_t row = round_up(length, lanes), bytes = from.dtype == float32 ? 4 : 2;
         const int64_t* tokens = c.token_of_place + place;
         for (int64_t t = 0; t < count; ++t, to += row) {
             if (place + t + ahead < c.tokens) {
@@ -176,7 +180,7 @@ struct Worker {
 
     // S and z of one block.
     void summarise(int64_t block, float* summaries) const {
-        float *keys = buffer, *values = keys + chunk * s.row;
+        float *keys = buffer, *values = buffer + s.values;
         for (int64_t head = 0; head < s.group; ++head) clear(block, summaries + head * s.of_head);
         chunks(block, 0, s.group, [&](int64_t head, int64_t place, int64_t count, const int64_t*, bool is_first) {
             float *summary = summaries + head * s.of_head, *z = summary + c.dim * s.columns;
@@ -227,7 +231,7 @@ struct Worker {
 
     // The outputs of the queries of one block, from its mixed summaries.
     void read_out(int64_t block, const float* summaries) const {
-        float *queries = buffer, *results = queries + chunk * s.row;
+        float *queries = buffer, *results = buffer + s.results;
         chunks(block, 0, s.group, [&](int64_t head, int64_t place, int64_t count, const int64_t* tokens, bool) {
             const float *summary = summaries + head * s.of_head, *z = summary + c.dim * s.columns;
             gather_queries(head, place, count, queries);
@@ -235,9 +239,9 @@ struct Worker {
             for (int64_t t = 0; t < count; ++t) {
                 float* result = results + t * s.columns;
                 if (c.normalize) {
-                    const float denominator = dot(queries + t * s.row, z, s.row) + c.eps;
-                    if (c.kept) kept(head, place + t, block) = denominator;
-                    for (int64_t e = 0; e < s.columns; ++e) result[e] /= denominator;
+                    const float divisor = dot(queries + t * s.row, z, c.dim) + c.eps;
+                    if (c.kept) denominator(head, place + t, block) = divisor;
+                    for (int64_t e = 0; e < s.columns; ++e) result[e] /= divisor;
                 }
                 write(result, c.width, c.out, in_contiguous(head, tokens[t], c.width), c.value.dtype);
             }
@@ -249,8 +253,8 @@ struct Worker {
     // With g the gradient of the output over the denominator, the numerator's share of the features' gradient is S̃ g.
     // The quotient's derivative by its denominator is −g·numerator / denominator = −q·(S̃ g) / denominator.
     void read_back(int64_t block, int64_t head, float* summary) const {
-        float *queries = buffer, *grads = queries + chunk * s.row, *query_grads = grads + chunk * s.columns;
-        float *transposed = query_grads + chunk * std::max(s.row, s.columns), *z = transposed + s.columns * s.row;
+        float *queries = buffer, *grads = buffer + s.values, *query_grads = buffer + s.results;
+        float *transposed = buffer + s.transposed, *z = buffer + s.z_copy;
         float* z_grad = summary + c.dim * s.columns;
         transpose(summary, c.dim, s.columns, transposed);
         std::copy(z_grad, z_grad + s.row, z);
@@ -259,14 +263,14 @@ struct Worker {
             gather_queries(head, place, count, queries);
             gather_values(c.out_grad, head, place, count, grads);
             for (int64_t t = 0; c.normalize && t < count; ++t) {
-                const float denominator = kept(head, place + t, block);
-                for (int64_t e = 0; e < s.columns; ++e) grads[t * s.columns + e] /= denominator;
+                const float divisor = denominator(head, place + t, block);
+                for (int64_t e = 0; e < s.columns; ++e) grads[t * s.columns + e] /= divisor;
             }
             multiply(query_grads, s.row, {grads, s.columns, 1}, {transposed, s.row, 1}, count, s.row, c.width, false);
             for (int64_t t = 0; t < count; ++t) {
                 float *query = queries + t * s.row, *query_grad = query_grads + t * s.row;
                 if (c.normalize) {
-                    const float downward = -dot(query, query_grad, s.row) / kept(head, place + t, block);
+                    const float downward = -dot(query, query_grad, c.dim) / denominator(head, place + t, block);
                     for (int64_t d = 0; d < c.dim; ++d) query_grad[d] += downward * z[d];
                     for (int64_t d = 0; d < c.dim; ++d) z_grad[d] += downward * query[d];
                 }
@@ -278,8 +282,8 @@ struct Worker {
 
     // The gradients of the keys and values of one block, from those of its summaries.
     void summarise_back(int64_t block, const float* summary_grads) const {
-        float *keys = buffer, *values = keys + chunk * s.row, *grads = values + chunk * s.columns;
-        float* transposed = grads + chunk * std::max(s.row, s.columns);
+        float *keys = buffer, *values = buffer + s.values, *grads = buffer + s.results;
+        float* transposed = buffer + s.transposed;
         chunks(block, 0, s.group, [&](int64_t head, int64_t place, int64_t count, const int64_t* tokens, bool) {
             const float *summary_grad = summary_grads + head * s.of_head, *z_grad = summary_grad + c.dim * s.columns;
             gather_keys(head, place, count, keys);
