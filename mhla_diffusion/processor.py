@@ -281,6 +281,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     x = at_least_float32(x)
     cos, sin = (angles[..., 0::2].to(x.dtype).repeat(1, 1, 1, x.shape[-1] // angles.shape[-1]) for angles in (cos, sin))
+    if x.device.type in ("cpu", "cuda") and not torch.compiler.is_compiling():
+        # One way through memory in place of seven; compilers fuse the seven, but know little of complex numbers.
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
 
