@@ -64,6 +64,10 @@ def mhla_attention(
         raise UserError(f"feature_map={feature_map!r} is not elementwise; known: {', '.join(ELEMENTWISE)}.")
     if rotary is not None and feature_map != "identity":
         raise UserError(f"feature_map={feature_map!r} must have been applied before rotary; leave it out.")
+    parts = {"mixing": [mixing] if isinstance(mixing, Tensor) else mixing, "key_mask": [key_mask], "value": [value]}
+    for name, x in ((name, x) for name, tensors in parts.items() for x in tensors):
+        if x is not None and x.device != query.device:
+            raise UserError(f"{name} is on {x.device}, but query on {query.device}.")
     return kernels.attend(query, key, value, mixing, layout, normalize, eps, rotary, key_mask, feature_map, backend)
 
 

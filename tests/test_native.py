@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import tempfile
 
 import pytest
@@ -201,6 +202,9 @@ def test_negated_views_are_read_with_their_sign():
     value = torch.conj(torch.complex(torch.zeros(1, 4, 1, 2), torch.ones(1, 4, 1, 2))).imag  # a negated view
     out = mhla_attention(torch.ones(1, 4, 1, 2), torch.ones(1, 4, 1, 2), value, torch.ones(1, 1), layout)
     assert value.is_neg() and torch.allclose(out, -torch.ones(1, 4, 1, 2))
+    x, mixing = torch.ones(1, 4, 1, 2), torch.conj(torch.complex(torch.zeros(1, 1), torch.ones(1, 1))).imag
+    out = mhla_attention(x, x, x, mixing, layout, normalize=False, backend="native")
+    assert mixing.is_neg() and torch.allclose(out, torch.full((1, 4, 1, 2), -8.0))
 
 
 @needs_compiler
@@ -267,18 +271,38 @@ def test_the_default_device_does_not_matter():
 def test_tensors_without_numbers_in_memory_are_refused_or_go_elsewhere():
     layout, mixing = BlockLayout((2, 2), (1, 1)), torch.ones(1, 1)
     x = torch.ones(1, 4, 1, 2)
-    with pytest.raises(UserError, match="takes tensors on the CPU, not on meta"):
-        mhla_attention(x, x, x, mixing.to("meta"), layout, backend="native")
-    with pytest.raises(UserError, match="takes tensors on the CPU, not on meta"):
-        mhla_attention(
-            x, x, x, mixing, layout, key_mask=torch.ones(1, 4, dtype=torch.bool, device="meta"), backend="native"
-        )
+    for backend in (None, "native"):
+        with pytest.raises(UserError, match="mixing is on meta, but query on cpu"):
+            mhla_attention(x, x, x, mixing.to("meta"), layout, backend=backend)
+        with pytest.raises(UserError, match="key_mask is on meta, but query on cpu"):
+            mask = torch.ones(1, 4, dtype=torch.bool, device="meta")
+            mhla_attention(x, x, x, mixing, layout, key_mask=mask, backend=backend)
     zeros = torch._efficientzerotensor(x.shape)
     assert not mhla_attention(zeros, x, x, mixing, layout).any()
     freed = x.clone()
     freed.untyped_storage().resize_(0)
     with pytest.raises(UserError, match="takes tensors that have their numbers in memory"):
         mhla_attention(x, freed, x, mixing, layout, backend="native")
+
+
+@needs_compiler
+def test_gradients_that_the_kernel_cannot_read_take_another_way():
+    layout, generator = BlockLayout((3, 5), (2, 2)), torch.Generator().manual_seed(0)
+    query, key, value = torch.rand(3, 1, 15, 2, 4, generator=generator)
+    mixing = torch.rand(4, 4, generator=generator)
+    leaf = query.clone().requires_grad_()
+    out = mhla_attention(leaf, key, value, mixing, layout, backend="native")
+    plain = mhla_attention(leaf, key, value, mixing, layout, backend="plain")
+    (found,) = torch.autograd.grad(out, leaf, torch._efficientzerotensor(out.shape), retain_graph=True)
+    assert not found.any()
+    seeds = torch.randn(3, *out.shape, generator=generator)
+    (expected,) = torch.autograd.grad(plain, leaf, seeds, is_grads_batched=True, retain_graph=True)
+    found = torch.vmap(lambda seed: torch.autograd.grad(out, leaf, seed, retain_graph=True)[0])(seeds)
+    torch.testing.assert_close(found, expected)
+    with FlopCounterMode(display=False) as counter:
+        (found,) = torch.autograd.grad(out, leaf, seeds[0])
+    torch.testing.assert_close(found, expected[0])
+    assert counter.get_total_flops() > 0
 
 
 @needs_compiler
@@ -345,8 +369,8 @@ def test_a_damaged_file_is_never_opened_but_made_anew(cache, monkeypatch):
         damaged = cache / str(number) / "mhla_diffusion" / made.name
         damaged.parent.mkdir(parents=True)
         damaged.write_bytes(content)
-        assert not native._is_whole(damaged)
-        monkeypatch.setattr(native, "_compile", lambda _, library: library.write_bytes(whole))
+        assert not native._can_be_trusted(damaged)
+        monkeypatch.setattr(native, "_compile", lambda library: library.write_bytes(whole))
         native._load_once.cache_clear()
         assert choice() == "native" and damaged.read_bytes() == whole and len(list(damaged.parent.iterdir())) == 1
 
@@ -369,6 +393,17 @@ def test_where_programs_are_forbidden_a_copy_is_opened_elsewhere(cache, monkeypa
 
 
 @needs_compiler
+def test_what_is_in_the_cache_needs_no_compiler_and_must_not_be_another_users(cache, monkeypatch):
+    assert choice() == "native"
+    monkeypatch.setenv("PATH", "")
+    native._load_once.cache_clear()
+    assert choice() == "native"
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    (made,) = cache.iterdir()
+    assert native._can_be_trusted(made) == (made.stat().st_uid == 0)
+
+
+@needs_compiler
 def test_without_a_folder_to_keep_it_in_it_is_compiled_for_one_process(cache, monkeypatch, tmp_path):
     cache.touch()  # a file where the folder should be
     temporary = tmp_path / "temporary"
@@ -386,7 +421,7 @@ def test_another_source_or_processor_is_compiled_anew(cache, monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("named", ["false", "no-such-compiler", "'", "g++ -ffast-math"])
+@pytest.mark.parametrize("named", ["false", "no-such-compiler", "'", "g++ -fno-math-errno"])
 def test_a_compiler_that_is_named_comes_first_and_others_after_it(cache, monkeypatch, named):
     monkeypatch.setenv("CXX", named)
     assert choice() == "native"
@@ -398,7 +433,7 @@ def test_a_compiler_that_is_named_comes_first_and_others_after_it(cache, monkeyp
         ("", "needs a C++ compiler, and there is none of g++, c++"),
         ("/bin/false", "could not be compiled by /bin/false (no message)"),
         ("/no/such-compiler", "could not be compiled by /no/such-compiler ("),
-        ("/bin/true", "could not be compiled or loaded ("),
+        ("/bin/true", "could not be compiled by /bin/true (it made no file)"),
     ],
 )
 def test_without_a_compiler_the_other_code_for_cpus_is_used(cache, monkeypatch, compiler, sentence):

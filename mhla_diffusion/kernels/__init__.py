@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..errors import UserError
 from ..feature_maps import ELEMENTWISE
@@ -79,6 +80,8 @@ def choose_backend(
         raise UserError(f"{origin}={name!r} is unknown; known: {', '.join(BACKENDS)}.")
     if name == "plain":
         return name
+    if name == "auto" and is_in_torch_dispatch_mode():
+        return "plain"  # somebody follows or replaces the operations
     if name == "auto":  # never Triton so far: its kernels have run in the interpreter only, not on a GPU
         possible = (name for name in ("native", "cpu") if _obstacle(name, tensors, others, feature_map) is None)
         return next(possible, "plain")

@@ -92,8 +92,8 @@ class _Attention(torch.autograd.Function):
         kernel, normalize, eps, layout, feature_map = ctx.options
         needed = (*ctx.needs_input_grad[1:4], *ctx.needs_input_grad[9:])
         with no_autocast(query):
-            # Somebody will differentiate the gradients, or wants those of many outputs at once (is_grads_batched).
-            if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(grad):
+            # Somebody will differentiate the gradients, or wants those of many outputs at once.
+            if torch.is_grad_enabled() or _is_batched(grad):
                 with torch.enable_grad():
                     inputs = [x.view_as(x) for x in (query, key, value, *factors)]
                     gradients = _plain_gradients(inputs, needed, grad, normalize, eps, layout, key_mask, feature_map)
@@ -103,6 +103,12 @@ class _Attention(torch.autograd.Function):
                 call = kernel(query, key, value, factors, normalize, eps, layout, key_mask, feature_map)
                 gradients = call.gradients(grad, kept, needed)
         return (None, *gradients[:3], None, None, None, None, None, *gradients[3:])
+
+
+def _is_batched(grad: Tensor) -> bool:
+    """Whether it stands for many tensors: of is_grads_batched, or of torch.vmap."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)
 
 
 def _plain_gradients(

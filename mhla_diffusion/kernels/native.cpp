@@ -95,43 +95,43 @@ void mhla_forward(const Call* call) {
 // Of the forward pass only the denominators are there; the summaries are made anew. A unit's memory has two parts, each
 // with all summaries of all its heads, and for separable mixing a third:
 //
-//   summaries           as they are made from keys and values
-//   summaries + grads   mixed; then the gradients of the mixed ones; then, axis by axis, those of the summaries
-//   summaries + given   what an axis of the mixing was given, that is the summaries mixed along the axes behind it,
-//                       made again for each axis; for full mixing that is the first part
+//   summaries              as they are made from keys and values
+//   summaries + to_grads   mixed; then the gradients of the mixed ones; then, axis by axis, those of the summaries
+//   summaries + to_given   what an axis of the mixing was given, that is the summaries mixed along the axes behind it,
+//                          made again for each axis; for full mixing that is the first part
 void mhla_backward(const Call* call) {
     const Call& c = *call;
     const Sizes s = backward_sizes(c);
     const int64_t slab_row = s.slab * s.summary, of_all = s.group * s.of_head;
     const int64_t panels = round_up(slab_row, panel) / panel, strips = round_up(slab_row, strip) / strip;
-    const int64_t grads = of_all, given = c.num_factors > 1 ? 2 * of_all : 0;
+    const int64_t to_grads = of_all, to_given = c.num_factors > 1 ? 2 * of_all : 0;
     for_all_rounds(c, s, [&](const Round& round) {
         round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
             float* slab = summaries + i * slab_row;
             for (int64_t j = 0; j < s.slab; ++j) worker.summarise(i * s.slab + j, slab + j * s.summary);
             for (int64_t head = 0; head < s.group; ++head, slab += s.of_head)
-                worker.mix_behind(0, slab, slab + given);
+                worker.mix_behind(0, slab, slab + to_given);
         });
         round.all_heads(panels, [&](const Worker& worker, int64_t i, float* summaries, int64_t) {
             const int64_t begin = i * panel, end = std::min(begin + panel, slab_row);
-            worker.mix(worker.factor(0), s.slabs, summaries + given, summaries + grads, slab_row, begin, end);
+            worker.mix(worker.factor(0), s.slabs, summaries + to_given, summaries + to_grads, slab_row, begin, end);
         });
         round.all_heads(c.blocks, [&](const Worker& worker, int64_t block, float* summaries, int64_t head) {
-            worker.read_back(block, head, summaries + grads + block * s.summary);
+            worker.read_back(block, head, summaries + to_grads + block * s.summary);
         });
         round.all_heads(strips, [&](const Worker& worker, int64_t i, float* summaries, int64_t) {
             const int64_t begin = i * strip, end = std::min(begin + strip, slab_row);
-            float* made = summaries + grads;
-            worker.factor_gradient(0, made, summaries + given, slab_row, begin, end);
+            float* made = summaries + to_grads;
+            worker.factor_gradient(0, made, summaries + to_given, slab_row, begin, end);
             worker.mix(worker.transposed_factor(0), s.slabs, made, made, slab_row, begin, end);
         });
         round.all(s.slabs, [&](const Worker& worker, int64_t i, float* summaries) {
             float* slab = summaries + i * slab_row;
             for (int64_t head = 0; head < s.group; ++head) {
                 float* of = slab + head * s.of_head;
-                worker.unmix_behind(0, of, of + given, of + grads);
+                worker.unmix_behind(0, of, of + to_given, of + to_grads);
             }
-            for (int64_t j = 0; j < s.slab; ++j) worker.summarise_back(i * s.slab + j, slab + grads + j * s.summary);
+            for (int64_t j = 0; j < s.slab; ++j) worker.summarise_back(i * s.slab + j, slab + to_grads + j * s.summary);
         });
     });
 }

@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ..layout import BlockLayout
+from .cpu import CPUKernel
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,11 @@ class CannotCompile(Exception):
     """Why there is no compiled code on this machine."""
 
 
-def obstacle(tensors: Sequence[Tensor], others: Sequence[Tensor], feature_map: str) -> str | None:
+def obstacle(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), feature_map: str = "identity") -> str | None:
     """Why the compiled code cannot take a call; None if it can. Compiles it if that was not done before.
 
     Args:
-        tensors: query, key, value and what is rotated.
+        tensors: query, key, value and what is rotated; of a backward pass the gradient of the output.
         others: the mixing's factors and the mask.
     """
     if is_in_torch_dispatch_mode():
@@ -106,8 +107,9 @@ class NativeKernel:
         key_mask: Tensor | None,
         feature_map: str,
     ) -> None:
+        self.arguments = (query, key, value, factors, normalize, eps, layout, key_mask, feature_map)
         self.inputs = tuple(map(_readable, (query, key, value)))
-        self.factors = [factor.to(torch.float32).contiguous() for factor in factors]
+        self.factors = [factor.resolve_neg().to(torch.float32).contiguous() for factor in factors]
         self.places = _places(layout)
         self.key_mask = None if key_mask is None else key_mask.contiguous()
         batch, tokens, heads, dim = query.shape
@@ -136,6 +138,8 @@ class NativeKernel:
 
     def gradients(self, grad: Tensor, denominators: Tensor | None, needed: Sequence[bool]) -> list[Tensor | None]:
         """Of query, key, value and the mixing factors, where `needed`, from the gradient of the output."""
+        if obstacle((grad,)) is not None:
+            return CPUKernel(*self.arguments).gradients(grad, denominators, needed)
         call = self.call
         inputs, factors = zip(self.inputs, needed[:3], strict=True), zip(self.factors, needed[3:], strict=True)
         grads = [_empty(x.shape, x.dtype) if need else None for x, need in inputs]
@@ -199,50 +203,50 @@ def load() -> ctypes.CDLL:
 @lru_cache(maxsize=1)
 def _load_once() -> ctypes.CDLL | CannotCompile:
     """`load`, but a failure is returned and so remembered."""
-    problem = None
-    for compiler in _compilers():
-        try:
-            return _load_with(compiler)
-        except CannotCompile as error:
-            problem = problem or error
-    problem = problem or CannotCompile(f"needs a C++ compiler, and there is none of {', '.join(COMPILERS)}")
+    try:
+        return _load_from(_cache())
+    except CannotCompile as error:
+        problem = error
+    except OSError as error:
+        problem = CannotCompile(f"could not be compiled or loaded ({error})")
     logger.info("There is no compiled attention, and so the slower code for CPUs is used: it %s.", problem)
     return problem
 
 
-def _compilers() -> Iterator[list[str]]:
+def _load_from(cache: Path | None) -> ctypes.CDLL:
+    """The code that was compiled earlier, if it is in the cache, which then need not have a compiler beside it."""
+    what = [
+        *(source.read_text(encoding="utf-8") for source in SOURCES),
+        *FLAGS,
+        os.environ.get("CXX", ""),
+        _processor(),
+    ]
+    name = f"attention-{hashlib.sha256(chr(0).join(what).encode(errors='replace')).hexdigest()[:16]}.so"
+    kept = None if cache is None else cache / name
+    is_kept = kept is not None and _can_be_trusted(kept)
+    if is_kept:
+        with suppress(OSError):  # where programs are forbidden a copy of it may still be opened
+            return _open(kept)
+    with tempfile.TemporaryDirectory(prefix="mhla_diffusion_") as workshop:
+        made = Path(workshop, name)
+        if is_kept:
+            shutil.copyfile(kept, made)
+        else:
+            _compile(made)
+        library = _open(made)  # what is open can be used after its file is gone
+        if kept is not None and not is_kept:
+            _keep(made, kept)
+        return library
+
+
+def _compilers() -> list[list[str]]:
     """The commands of the compilers that may be there."""
     try:
         named = shlex.split(os.environ.get("CXX", ""))
     except ValueError:  # a quotation without an end
         named = []
-    if named:
-        yield named
-    yield from ([name] for name in COMPILERS if shutil.which(name) and [name] != named)
-
-
-def _load_with(compiler: Sequence[str]) -> ctypes.CDLL:
-    """The code as this compiler makes it, or made it before: then it is found in the cache."""
-    what = [*(source.read_text(encoding="utf-8") for source in SOURCES), *compiler, *FLAGS, _processor()]
-    name = f"attention-{hashlib.sha256(chr(0).join(what).encode(errors='replace')).hexdigest()[:16]}.so"
-    cache = _cache()
-    kept = None if cache is None else cache / name
-    try:
-        is_kept = kept is not None and _is_whole(kept)
-        if is_kept:
-            with suppress(OSError):  # where programs are forbidden a copy of it may still be opened
-                return _open(kept)
-        with tempfile.TemporaryDirectory(prefix="mhla_diffusion_") as workshop:
-            made = Path(workshop, name)
-            if is_kept:
-                shutil.copyfile(kept, made)
-            else:
-                _compile(compiler, made)
-                if kept is not None:
-                    _keep(made, kept)
-            return _open(made)  # what is open can be used after its file is gone
-    except OSError as error:
-        raise CannotCompile(f"could not be compiled or loaded ({error})") from error
+    found = [[name] for name in COMPILERS if shutil.which(name) and [name] != named]
+    return [named, *found] if named else found
 
 
 def _processor() -> str:
@@ -255,24 +259,41 @@ def _processor() -> str:
 
 
 def _cache() -> Path | None:
-    """Where compiled code is kept; None if that cannot be written to."""
+    """Where compiled code is kept; None if there is no such folder."""
     try:
         named = Path(os.environ.get("XDG_CACHE_HOME") or "")
         folder = (named if named.is_absolute() else Path.home() / ".cache") / "mhla_diffusion"
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):  # RuntimeError: there is no home
         return None
-    return folder if os.access(folder, os.W_OK) else None
+    return folder
 
 
-def _compile(compiler: Sequence[str], library: Path) -> None:
-    """Compile to a file that ends with its own checksum.
+def _compile(library: Path) -> None:
+    """Compile with the first compiler that can, to a file that ends with its own checksum.
 
-    It is not linked with OpenMP: the functions of the one that torch has loaded are found when it is opened, so that
-    both have the same threads.
+    Raises:
+        CannotCompile: with what the first compiler said.
+    """
+    problem = None
+    for compiler in _compilers():
+        try:
+            _compile_with(compiler, library)
+            break
+        except CannotCompile as error:
+            problem = problem or error
+    else:
+        raise problem or CannotCompile(f"needs a C++ compiler, and there is none of {', '.join(COMPILERS)}")
+    code = library.read_bytes()
+    library.write_bytes(code + hashlib.sha256(code).digest())  # what follows the code is not read as such
+
+
+def _compile_with(compiler: Sequence[str], library: Path) -> None:
+    """It is not linked with OpenMP: the functions of the one that torch has loaded are found when it is opened, so that
+    both have the same threads. Nor with what GCC puts before and after it, which could change how the process computes.
     """
     objects, source = library.with_suffix(".o"), Path(__file__).with_suffix(".cpp")
-    for arguments in ((*FLAGS, "-c", source, "-o", objects), ("-shared", objects, "-o", library)):
+    for arguments in ((*FLAGS, "-c", source, "-o", objects), ("-shared", "-nostartfiles", objects, "-o", library)):
         command = [*compiler, *map(str, arguments)]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=LONGEST_COMPILATION)
@@ -282,18 +303,17 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
             raise CannotCompile(f"could not be compiled by {compiler[0]} ({first})") from error
         except (OSError, ValueError, subprocess.TimeoutExpired) as error:
             raise CannotCompile(f"could not be compiled by {compiler[0]} ({error})") from error
-    code = library.read_bytes()
-    library.write_bytes(code + hashlib.sha256(code).digest())  # what follows the code is not read as such
+    if not library.exists():
+        raise CannotCompile(f"could not be compiled by {compiler[0]} (it made no file)")
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether the file is there, and as it was written: half a library would crash the process instead of an error."""
+def _can_be_trusted(path: Path) -> bool:
+    """Whether the file is there, nobody else's, and as it was written: half a library would crash the process."""
     try:
-        content = path.read_bytes()
+        content, owner = path.read_bytes(), path.stat().st_uid
     except OSError:
         return False
-    code, checksum = content[:-32], content[-32:]
-    return hashlib.sha256(code).digest() == checksum
+    return owner in (os.getuid(), 0) and hashlib.sha256(content[:-32]).digest() == content[-32:]
 
 
 def _keep(made: Path, place: Path) -> None:
@@ -302,6 +322,7 @@ def _keep(made: Path, place: Path) -> None:
         try:
             part.write(made.read_bytes())
             part.close()
+            os.chmod(part.name, 0o755)
             os.replace(part.name, place)
         except OSError:
             os.unlink(part.name)
@@ -309,10 +330,14 @@ def _keep(made: Path, place: Path) -> None:
 
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    for direction in ("forward", "backward"):
-        for name, result in ((f"mhla_{direction}", None), (f"mhla_{direction}_scratch", ctypes.c_int64)):
-            getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(_Call)], result
-    library.mhla_call_size.restype = ctypes.c_int64
-    if library.mhla_call_size() != ctypes.sizeof(_Call):
-        raise CannotCompile("does not have the structure that it is called with")
+    try:
+        for direction in ("forward", "backward"):
+            for name, result in ((f"mhla_{direction}", None), (f"mhla_{direction}_scratch", ctypes.c_int64)):
+                getattr(library, name).argtypes, getattr(library, name).restype = [ctypes.POINTER(_Call)], result
+        library.mhla_call_size.restype = ctypes.c_int64
+        size = library.mhla_call_size()
+    except AttributeError as error:
+        raise OSError(str(error)) from error
+    if size != ctypes.sizeof(_Call):
+        raise OSError("it does not have the structure that it is called with")
     return library

@@ -1,5 +1,4 @@
-// The steps of the operator for one head of one sample: summaries of blocks, their mixing, reading them out, and the
-// gradients of each.
+// The steps of the operator: summaries of blocks, their mixing, reading them out, and the gradients of each.
 
 #pragma once
 
@@ -71,8 +70,9 @@ struct Sizes {
     int64_t scratch(const Call& c) const { return units * memory + c.threads * buffer; }
 };
 
-// What one thread does for one unit: a group of heads of sample b. Heads are numbered within their group; a pointer to
-// summaries is to those of the group's first head, and those of the next head lie `of_head` behind.
+// What one thread does for one unit: a group of heads of sample b. Heads are numbered within their group. A step that
+// is given summaries, in the plural, does all heads: the pointer is to those of the group's first head, and those of
+// the next head lie `of_head` behind. All other steps do one head.
 struct Worker {
     const Call& c;
     const Sizes& s;
@@ -194,8 +194,6 @@ struct Worker {
             }
         });
     }
-
-    // What follows is for one head, and its pointers to what belongs to that head.
 
     // to_i = Σ_j factor[i, j] from_j for rows that are `row` apart, in columns `begin` to `end`; may be in place.
     void mix(Matrix factor, int64_t rows, const float* from, float* to, int64_t row, int64_t begin, int64_t end) const {
