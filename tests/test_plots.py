@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 from PIL import Image
-from training_runs import ROOT
+from scripts_in_process import main_of
 
 from mhla_diffusion.errors import UserError
 from mhla_diffusion.plots import read_samples, run_curves
@@ -61,18 +59,19 @@ def test_samples_stand_under_their_prompts(tmp_path):
         read_samples({"one": one}, 2)
 
 
-def test_the_script_draws_both_and_tells_what_is_wrong(tmp_path):
+def test_the_script_draws_both_and_tells_what_is_wrong(tmp_path, capsys):
     run = make_run(tmp_path / "run", [1, 2])
     samples = make_samples(tmp_path / "samples", ["a cat", "a dog"], 7)
-    script = [sys.executable, str(ROOT / "scripts" / "plot_runs.py")]
+    plot_runs = main_of("plot_runs")
     for what, more in ((f"--run=stock={run}", ["--linear"]), (f"--samples=stock={samples}", ["--count", "2"])):
         out = tmp_path / f"{len(more)}.png"
-        subprocess.run([*script, what, "--out", str(out), *more], check=True)
+        assert plot_runs([what, "--out", str(out), *more]) == 0
         assert Image.open(out).size[0] > 100
-    done = subprocess.run(
-        [*script, f"--run=stock={samples}", "--out", str(tmp_path / "x.png")], capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "holds no run" in done.stderr and done.stderr.count("\n") == 1
-    twice = subprocess.run([*script, f"--run=a={run}", f"--run=a={run}", "--out", "x"], capture_output=True, text=True)
-    assert twice.returncode == 2 and "the name 'a' is given twice" in twice.stderr
+    capsys.readouterr()
+    assert plot_runs([f"--run=stock={samples}", "--out", str(tmp_path / "x.png")]) == 2
+    error = capsys.readouterr().err
+    assert "holds no run" in error and error.count("\n") == 1
+    with pytest.raises(SystemExit) as ended:
+        plot_runs([f"--run=a={run}", f"--run=a={run}", "--out", "x"])
+    assert ended.value.code == 2 and "the name 'a' is given twice" in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from scripts_in_process import main_of
 
 from mhla_diffusion.pipelines import MHLADiTPipeline
 from mhla_diffusion.plots import plot_losses, plot_samples, read_curve
@@ -48,9 +48,15 @@ def test_the_quickstart_replaces_no_folder_but_its_own(tmp_path):
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("script", [path.name for path in SCRIPTS])
-def test_a_script_explains_its_options(script):
-    result = run_script(script, "--help")
+@pytest.mark.parametrize("script", [path.stem for path in SCRIPTS])
+def test_a_script_explains_its_options(script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main_of(script)(["--help"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
+
+
+def test_a_script_is_a_program():
+    result = run_script("finetune.py", "--help")
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("usage: ") and "Traceback" not in result.stderr
 
@@ -79,10 +85,7 @@ def test_ctrl_c_ends_a_script_with_one_line(tmp_path, monkeypatch, capsys, scrip
 
     monkeypatch.setattr(f"mhla_diffusion.{at_work}", stopped)
     monkeypatch.chdir(tmp_path)
-    place = importlib.util.spec_from_file_location(script, ROOT / "scripts" / f"{script}.py")
-    module = importlib.util.module_from_spec(place)
-    place.loader.exec_module(module)
-    assert module.main(arguments) == 130
+    assert main_of(script)(arguments) == 130
     (line,) = capsys.readouterr().err.splitlines()
     goes_on = {"cache_latents", "compare_retrofit", "evaluate_vbench", "finetune", "generate"}
     assert line.startswith("stopped by Ctrl-C") and ("goes on" in line) == (script in goes_on)
